@@ -1,0 +1,1 @@
+"""Train transformers with bidirectional pipelines over MPI."""

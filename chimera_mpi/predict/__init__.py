@@ -1,0 +1,7 @@
+"""What a schedule will cost, before it runs. Needs neither torch nor MPI."""
+
+from .costs import Costs
+from .memory import peak_activations, weight_versions
+from .simulate import simulate
+
+__all__ = ["Costs", "peak_activations", "simulate", "weight_versions"]

@@ -1,0 +1,202 @@
+"""A schedule is a value: for each worker, an ordered list of ops.
+
+There are no times, no idle slots and no messages in it. A message is implied wherever an op
+needs what another place made; `needs` says where that is, and nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from ..errors import InputError
+
+
+class Kind(str, Enum):
+    """What an op does with one micro-batch at one stage, or with the stage's gradients."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # input and weight gradient in one
+    INPUT = "I"  # input gradient alone
+    WEIGHT = "W"  # weight gradient alone, after INPUT
+    REDUCE = "R"  # start the all-reduce of the stage's gradients over its replicas
+    UPDATE = "U"  # wait for it and step the optimizer
+
+    __hash__ = str.__hash__
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+
+
+class Op(NamedTuple):
+    """One step of a worker. `index` is the micro-batch; for REDUCE and UPDATE, the update."""
+
+    kind: Kind
+    pipe: int
+    stage: int
+    index: int
+
+    def __str__(self) -> str:
+        suffix = f"@{self.pipe}" if self.pipe else ""
+        return f"{self.stage}{self.kind.value}{self.index}{suffix}"
+
+    @property
+    def place(self) -> Place:
+        return self.pipe, self.stage
+
+
+Place = tuple[int, int]  # (pipe, stage): where one copy of a stage's weights lives
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`pipes[p][s]` is the worker that holds stage `s` of pipeline `p`; `orders[w]` are its ops."""
+
+    scheme: str
+    pipes: tuple[tuple[int, ...], ...]
+    orders: tuple[tuple[Op, ...], ...]
+
+    @property
+    def depth(self) -> int:
+        """The number of workers."""
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of each pipeline; more than `depth` when workers hold several."""
+        return len(self.pipes[0])
+
+    def worker(self, op: Op) -> int:
+        return self.pipes[op.pipe][op.stage]
+
+    def places(self, worker: int) -> list[Place]:
+        """The copies of stages that `worker` holds."""
+        return [(p, s) for p, pipe in enumerate(self.pipes) for s, w in enumerate(pipe) if w == worker]
+
+    @cached_property
+    def pipe_of(self) -> dict[int, int]:
+        """The pipeline that each micro-batch goes down."""
+        return {op.index: op.pipe for order in self.orders for op in order if op.kind is Kind.FORWARD}
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.pipe_of)
+
+    @cached_property
+    def updates(self) -> int:
+        """How often the weights change: once for a flush, more often for a stream."""
+        return len({op.index for order in self.orders for op in order if op.kind is Kind.REDUCE})
+
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int, int]]:
+        """The (pipe, stage, micro-batch) whose backward is split into INPUT and WEIGHT."""
+        return frozenset(op[1:] for order in self.orders for op in order if op.kind is Kind.INPUT)
+
+    @cached_property
+    def shares(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The micro-batches of (pipe, update): those whose gradients the pipeline adds to it."""
+        per_update = max(self.micro_batches // max(self.updates, 1), 1)
+        shares: dict[tuple[int, int], list[int]] = {}
+        for index in sorted(self.pipe_of):
+            shares.setdefault((self.pipe_of[index], index // per_update), []).append(index)
+        return {key: tuple(indices) for key, indices in shares.items()}
+
+    def input_gradient(self, pipe: int, stage: int, index: int) -> Op:
+        """The op that makes the gradient of the stage's input."""
+        return Op(Kind.INPUT if (pipe, stage, index) in self.split else Kind.BACKWARD, pipe, stage, index)
+
+    def weight_gradient(self, pipe: int, stage: int, index: int) -> Op:
+        """The op that makes the gradient of the stage's weights."""
+        return Op(Kind.WEIGHT if (pipe, stage, index) in self.split else Kind.BACKWARD, pipe, stage, index)
+
+
+def needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
+    """The ops that must be done before `op`: all the data flow there is in a pipeline.
+
+    A need from another stage is a message (see `messages`), unless one worker holds both.
+    """
+    kind, pipe, stage, index = op
+    if kind is Kind.FORWARD:
+        return (Op(Kind.FORWARD, pipe, stage - 1, index),) if stage else ()
+    if kind is Kind.BACKWARD or kind is Kind.INPUT:
+        own = Op(Kind.FORWARD, pipe, stage, index)
+        last = stage + 1 == schedule.stages
+        return (own,) if last else (own, schedule.input_gradient(pipe, stage + 1, index))
+    if kind is Kind.WEIGHT:
+        return (Op(Kind.INPUT, pipe, stage, index),)
+    if kind is Kind.REDUCE:
+        return tuple(schedule.weight_gradient(pipe, stage, n) for n in schedule.shares.get((pipe, index), ()))
+    return tuple(Op(Kind.REDUCE, p, stage, index) for p in range(len(schedule.pipes)))
+
+
+class Message(NamedTuple):
+    """What `op` makes and another place needs: an activation or its gradient."""
+
+    op: Op
+    source: int
+    target: int
+
+
+def messages(schedule: Schedule) -> Iterator[Message]:
+    """Every need of one stage from another, in the order in which each worker comes to need them.
+
+    Messages with `source == target` stay on their worker.
+    """
+    for worker, order in enumerate(schedule.orders):
+        for op in order:
+            for need in needs(schedule, op):
+                if need.stage != op.stage:
+                    yield Message(need, schedule.worker(need), worker)
+
+
+class ScheduleError(InputError):
+    """A schedule that cannot be carried out."""
+
+
+class Deadlock(ScheduleError):
+    """Workers wait for each other in a ring, or for an op that no worker does."""
+
+
+def walk(schedule: Schedule, needs: Callable[[Schedule, Op], tuple[Op, ...]] = needs) -> Iterator[tuple[int, Op]]:
+    """Yield `(worker, op)` so that every op comes after all it needs and after its worker's earlier ops.
+
+    Takes time linear in the number of ops. Raises `Deadlock`, naming the ring of waiting workers.
+    """
+    orders = schedule.orders
+    position = [0] * len(orders)
+    done: set[Op] = set()
+    waiting: dict[Op, list[int]] = {}
+    ready = deque(range(len(orders)))
+    while ready:
+        worker = ready.popleft()
+        order = orders[worker]
+        while position[worker] < len(order):
+            op = order[position[worker]]
+            missing = next((need for need in needs(schedule, op) if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(worker)
+                break
+            done.add(op)
+            position[worker] += 1
+            ready.extend(waiting.pop(op, ()))
+            yield worker, op
+    if waiting:
+        raise Deadlock(_ring(schedule, {w: (orders[w][position[w]], need) for need, ws in waiting.items() for w in ws}))
+
+
+def _ring(schedule: Schedule, stuck: dict[int, tuple[Op, Op]]) -> str:
+    """Follow the waits from worker to worker until they close, and say so."""
+    worker, seen = min(stuck), []
+    while worker in stuck and worker not in seen:
+        seen.append(worker)
+        worker = schedule.worker(stuck[worker][1])
+    if worker not in stuck:
+        op, need = stuck[seen[-1]]
+        return f"{schedule.scheme}: worker {seen[-1]} is at {op} and waits for {need}, which worker {worker} never does"
+    ring = seen[seen.index(worker) :]
+    waits = (f"worker {w} is at {stuck[w][0]} and waits for {stuck[w][1]}" for w in ring)
+    return f"{schedule.scheme}: deadlock: " + ", ".join(waits)

@@ -1,0 +1,48 @@
+"""When gradients are summed over the replicas of a stage, and when the weights change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .ops import Kind, Op, Schedule, ScheduleError
+
+SYNCS = ("lazy", "eager", "eager_opt")
+
+
+def with_updates(schedule: Schedule, sync: str) -> Schedule:
+    """Add to a flush its REDUCE and UPDATE ops (Chimera, Section 3.2).
+
+    `lazy` starts every all-reduce when the worker is through with its micro-batches, `eager` each one as
+    soon as the stage's gradients are whole, `eager_opt` does so only for the later half of the stages,
+    which have a bubble after them.
+
+    Workers start the all-reduces of their stages from the last stage down, and none before their last
+    forward. So two workers that share two stages start them in one order, and no schedule can deadlock
+    even where an all-reduce blocks: a worker that waits in one owes the others nothing but backwards
+    of earlier stages.
+    """
+    if sync not in SYNCS:
+        raise ScheduleError(f"unknown sync '{sync}': choose from {', '.join(SYNCS)}")
+    orders = (tuple(_with_updates(schedule, worker, sync)) for worker in range(schedule.depth))
+    return replace(schedule, orders=tuple(orders))
+
+
+def _with_updates(schedule: Schedule, worker: int, sync: str) -> Iterator[Op]:
+    order = schedule.orders[worker]
+    places = sorted(schedule.places(worker), key=lambda place: (-place[1], place[0]))
+    ready = max((at for at, op in enumerate(order) if op.kind is Kind.FORWARD), default=0)
+    reduces = defaultdict(list)
+    for place in places:
+        ready = max([ready, *(at for at, op in enumerate(order) if op.place == place)])
+        start = ready if _is_eager(schedule, place[1], sync) else len(order) - 1
+        reduces[start].append(Op(Kind.REDUCE, *place, 0))
+    for at, op in enumerate(order):
+        yield op
+        yield from reduces[at]
+    yield from (Op(Kind.UPDATE, *place, 0) for place in places)
+
+
+def _is_eager(schedule: Schedule, stage: int, sync: str) -> bool:
+    return sync == "eager" or (sync == "eager_opt" and 2 * stage > schedule.stages)

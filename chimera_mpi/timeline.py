@@ -1,0 +1,73 @@
+"""A timeline: what each worker did, or would do, and when. Forecast and measurement are the same type."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from .schedule import COMPUTE, Kind, Op, Schedule, needs
+
+
+class Span(NamedTuple):
+    """One op of one worker. `start_s` is when it began to work, its inputs at hand."""
+
+    worker: int
+    op: Op
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one step of `schedule`. Seconds may be any numbers: int, float or Fraction."""
+
+    schedule: Schedule
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of each worker by start."""
+        rows: dict[int, list[Span]] = defaultdict(list)
+        for span in self.spans:
+            rows[span.worker].append(span)
+        return tuple(tuple(sorted(rows[w], key=lambda span: span.start_s)) for w in range(self.schedule.depth))
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """Seconds from the first op's start to the last one's end."""
+        return max(s.end_s for s in self.spans) - min(s.start_s for s in self.spans)
+
+    @cached_property
+    def idle_ratios(self) -> tuple[float, ...]:
+        """For each worker, the share of the step that it spends in neither forward nor backward."""
+        return tuple(
+            1 - sum(s.end_s - s.start_s for s in row if s.op.kind in COMPUTE) / self.makespan_s for row in self.rows
+        )
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle worker time / (workers * makespan)."""
+        return sum(self.idle_ratios) / len(self.idle_ratios)
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of compute ops, first to last, in which each waited for the one before it."""
+        by_op = {span.op: span for span in self.spans if span.op.kind in COMPUTE}
+        before = {}
+        for row in self.rows:
+            compute = [span for span in row if span.op.kind in COMPUTE]
+            before.update({later.op: earlier.op for earlier, later in pairwise(compute)})
+        path = [max(by_op.values(), key=lambda span: span.end_s)]
+        while True:
+            op = path[-1].op
+            causes = [*needs(self.schedule, op), *([before[op]] if op in before else [])]
+            if not causes:
+                return tuple(reversed(path))
+            path.append(max((by_op[cause] for cause in causes), key=lambda span: span.end_s))
+
+    def on_critical_path(self, *kinds: Kind) -> int:
+        """How many ops of these kinds the critical path has: C_f and C_b of the paper (Section 3.4)."""
+        return sum(span.op.kind in kinds for span in self.critical_path)

@@ -38,7 +38,7 @@ class Op(NamedTuple):
     kind: Kind
     pipe: int
     stage: int
-    index: int
+    index: int  # type: ignore[assignment]
 
     def __str__(self) -> str:
         suffix = f"@{self.pipe}" if self.pipe else ""

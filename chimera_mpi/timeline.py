@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -71,3 +72,25 @@ class Timeline:
     def on_critical_path(self, *kinds: Kind) -> int:
         """How many ops of these kinds the critical path has: C_f and C_b of the paper (Section 3.4)."""
         return sum(span.op.kind in kinds for span in self.critical_path)
+
+
+class Breakdown(NamedTuple):
+    """How a worker spent a step, in seconds: computing, waiting for messages, for all-reduces, updating."""
+
+    compute_s: float
+    wait_s: float
+    allreduce_wait_s: float
+    update_s: float
+
+
+def breakdown(row: Sequence[Span], start_s: float) -> Breakdown:
+    """Add up one worker's spans of a step that began at `start_s`, and the gaps before them."""
+    spent = Breakdown(0.0, 0.0, 0.0, 0.0)
+    for span in row:
+        gap, busy = span.start_s - start_s, span.end_s - span.start_s
+        if span.op.kind in COMPUTE:
+            spent = spent._replace(wait_s=spent.wait_s + gap, compute_s=spent.compute_s + busy)
+        elif span.op.kind is Kind.UPDATE:
+            spent = spent._replace(allreduce_wait_s=spent.allreduce_wait_s + gap, update_s=spent.update_s + busy)
+        start_s = span.end_s
+    return spent

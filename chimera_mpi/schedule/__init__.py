@@ -1,7 +1,20 @@
 """Pipeline schedules as values. Needs nothing beyond the standard library."""
 
 from .check import check
-from .ops import COMPUTE, Deadlock, Kind, Message, Op, Place, Schedule, ScheduleError, messages, needs, walk
+from .ops import (
+    COMPUTE,
+    Deadlock,
+    Kind,
+    Message,
+    Op,
+    Place,
+    Schedule,
+    ScheduleError,
+    forward_only,
+    messages,
+    needs,
+    walk,
+)
 from .schemes import ALIASES, SCHEMES, build, nearest, options_of
 from .sync import SYNCS
 
@@ -19,6 +32,7 @@ __all__ = [
     "ScheduleError",
     "build",
     "check",
+    "forward_only",
     "messages",
     "nearest",
     "needs",

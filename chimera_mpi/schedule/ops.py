@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
@@ -131,6 +131,12 @@ def needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
     if kind is Kind.REDUCE:
         return tuple(schedule.weight_gradient(pipe, stage, n) for n in schedule.shares.get((pipe, index), ()))
     return tuple(Op(Kind.REDUCE, p, stage, index) for p in range(len(schedule.pipes)))
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The same pipelines and micro-batches without a way back: an evaluation."""
+    forwards = (tuple(op for op in order if op.kind is Kind.FORWARD) for order in schedule.orders)
+    return replace(schedule, orders=tuple(forwards))
 
 
 class Message(NamedTuple):

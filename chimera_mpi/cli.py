@@ -1,0 +1,116 @@
+"""The command line: find the subcommand, let it parse and run, say what went wrong in one line.
+
+Exit codes: 0 done; 1 failed while running; 2 bad input or usage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from io import TextIOWrapper
+from types import ModuleType
+from typing import NoReturn
+
+from .errors import InputError
+from .schedule import nearest
+
+# Each subcommand is the module of that name in `commands/`: to add one, write the module and a line here.
+COMMANDS = {
+    "show": "draw a schedule and say what it costs",
+    "compare": "a table of all schemes for one shape",
+    "data": "make the token file that train reads",
+    "train": "train a model on all ranks of an MPI job",
+    "report": "sum up a run and draw its planned and its measured step",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `chimera-mpi` with these arguments (those of the process by default) and return its exit code."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows another
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except InputError as error:
+        print(f"chimera-mpi: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (`| head`) has had enough. What is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if words else 2
+    if words[0] in ("--version", "-V"):
+        print(f"chimera-mpi {_version()}")
+        return 0
+    if words[0] not in COMMANDS:
+        what = "option" if words[0].startswith("-") else "command"
+        raise InputError(f"unknown {what} '{words[0]}': {nearest(words[0], [*COMMANDS, '--help', '--version'])}")
+    command = import_module(f".commands.{words[0]}", __package__)
+    try:
+        args = _parser(words[0], command).parse_args(words[1:])
+    except SystemExit as stop:  # --help has been printed
+        return int(stop.code or 0)
+    return int(command.run(args))
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: chimera-mpi COMMAND ... (chimera-mpi COMMAND --help says more and has an example)",
+            "",
+            "Pipeline-parallel training over MPI: plan, check, draw, run and measure schedules.",
+            "",
+            *(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()),
+            f"  {'--version':{width}}  say which version this is",
+        ]
+    )
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("chimera-mpi")
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the nearest option for a misspelt one, and leaves usage errors to `main`."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse does, but a misspelt option is named before others are missed."""
+        for word in args or ():
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in self._option_string_actions and option != "--":
+                command = self.prog.removeprefix("chimera-mpi ")
+                raise InputError(f"{command} has no option '{option}': {nearest(option, self._long_options())}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}: see {self.prog} --help")
+
+    def _long_options(self) -> list[str]:
+        return [option for option in self._option_string_actions if option.startswith("--")]
+
+
+def _parser(name: str, command: ModuleType) -> Parser:
+    parser = Parser(
+        prog=f"chimera-mpi {name}",
+        description=command.__doc__,
+        epilog=f"example:\n{command.EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    return parser

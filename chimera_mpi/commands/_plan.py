@@ -1,0 +1,208 @@
+"""What the commands share that plan without running: options of schemes and costs, and what a plan comes to."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from ..errors import InputError
+from ..predict import Costs, peak_activations, simulate, weight_versions
+from ..schedule import ALIASES, SCHEMES, SYNCS, Kind, Schedule, build, check, messages, nearest, options_of
+from ..timeline import Timeline
+
+# ---- costs: an option for each field of Costs that is a time
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("costs", "seconds; one number, or one for each stage, separated by commas")
+    for name, option, default in _times():
+        shown = "half the backward" if default is None else default
+        group.add_argument(option, dest=name, type=_per_stage, metavar="S", help=f"default: {shown}")
+
+
+def costs_of(args: argparse.Namespace) -> Costs:
+    """The costs that the command line gives; the defaults of `Costs` for the others."""
+    given = {name: getattr(args, name) for name, _, _ in _times()}
+    return Costs(**{name: value for name, value in given.items() if value is not None})
+
+
+def _times() -> list[tuple[str, str, Any]]:
+    times = (field for field in fields(Costs) if field.name.endswith("_s"))
+    return [(field.name, "--" + field.name.removesuffix("_s").replace("_", "-"), field.default) for field in times]
+
+
+def _per_stage(words: str) -> float | list[float]:
+    numbers = [_seconds(word) for word in words.split(",")]
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _seconds(word: str) -> float:
+    """Exactly what was written: 0.1 as 1/10. Then sums are exact, and ties on the critical path are ties."""
+    try:
+        near = float(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{word}' is no number of seconds") from None
+    if near and not 1e-15 <= near <= 1e15:
+        raise argparse.ArgumentTypeError(f"a time must be 0 or between 1e-15 and 1e15 s, not {word}")
+    value = Fraction(word) if near else Fraction(0)
+    return value.numerator if value.denominator == 1 else cast(float, value)
+
+
+# ---- schemes and their options
+
+
+def add_scheme_options(parser: argparse.ArgumentParser) -> None:
+    """An option for each that a scheme of the registry has."""
+    group = parser.add_argument_group("options of the schemes")
+    group.add_argument("--sync", metavar="WHEN", help=f"when the all-reduces start: {', '.join(SYNCS)}")
+    for option, (of, default) in _scheme_options().items():
+        usual = "" if default is None else f"; default {default}"
+        kind = type(default) if isinstance(default, (int, float)) else str
+        group.add_argument(f"--{option}", type=kind, metavar=kind.__name__.upper(), help=f"{', '.join(of)}{usual}")
+
+
+def scheme_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given."""
+    options = {name: getattr(args, name) for name in ("sync", *_scheme_options())}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _scheme_options() -> dict[str, tuple[list[str], Any]]:
+    """Option: the schemes that have it and its default. Only what can be written on a command line."""
+    options: dict[str, tuple[list[str], Any]] = {}
+    for scheme in SCHEMES:
+        parameters = inspect.signature(SCHEMES[scheme]).parameters
+        for option in options_of(scheme):
+            default = parameters[option].default
+            if isinstance(default, (int, float, str)):
+                options.setdefault(option, ([], default))[0].append(scheme)
+    return options
+
+
+def parse_scheme(spec: str) -> tuple[str, dict[str, Any]]:
+    """`chimera` or `chimera:pairs=2,concat=doubling` as a scheme and its options."""
+    scheme, _, rest = spec.partition(":")
+    known = {"sync": ([], "lazy"), **_scheme_options()}
+    if (name := ALIASES.get(scheme, scheme)) not in SCHEMES:
+        raise InputError(f"unknown scheme '{scheme}': {nearest(scheme, [*SCHEMES, *ALIASES])}")
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        option, equals, value = part.partition("=")
+        if option not in ("sync", *options_of(name)) or option not in known or not equals:
+            raise InputError(
+                f"'{part}' is no option of {name}: write {name}:option=value, with option one of "
+                f"{', '.join(['sync', *options_of(name)])}"
+            )
+        default = known[option][1]
+        try:
+            options[option] = type(default)(value)
+        except ValueError:
+            raise InputError(f"{name}: {option} must be {type(default).__name__}, not '{value}'") from None
+    return name, options
+
+
+# ---- what a plan comes to
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule under costs, and its figures. Those of weights and activations are in whole stages: one is
+    what a stage has where each worker holds one stage, 1/depth of the model."""
+
+    schedule: Schedule
+    costs: Costs
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.schedule, self.costs)
+
+    @cached_property
+    def weights(self) -> list[float]:
+        """Stages of weights of each worker, all versions counted."""
+        held = [len(self.schedule.places(worker)) for worker in range(self.schedule.depth)]
+        return [self._whole(n * v) for n, v in zip(held, weight_versions(self.schedule), strict=True)]
+
+    @cached_property
+    def activations(self) -> list[float]:
+        """The most micro-batch activations that each worker holds at once."""
+        return [self._whole(peak) for peak in peak_activations(self.schedule)]
+
+    @cached_property
+    def messages(self) -> list[int]:
+        """Messages that each worker sends."""
+        sent = Counter(message.source for message in messages(self.schedule) if message.source != message.target)
+        return [sent[worker] for worker in range(self.schedule.depth)]
+
+    @cached_property
+    def exposed_allreduce_s(self) -> float:
+        """How much sooner the step would end if all-reduces were free."""
+        if not self.costs.allreduce_s:
+            return 0
+        free = simulate(self.schedule, replace(self.costs, allreduce_s=0))
+        return self.timeline.makespan_s - free.makespan_s
+
+    def passes(self) -> dict[str, int]:
+        """The passes on the critical path: C_f and C_b of the paper's Section 3.4; C_i, C_w of split backwards."""
+        names = {"C_f": Kind.FORWARD, "C_b": Kind.BACKWARD, "C_i": Kind.INPUT, "C_w": Kind.WEIGHT}
+        kinds = {op.kind for order in self.schedule.orders for op in order}
+        return {name: self.timeline.on_critical_path(kind) for name, kind in names.items() if kind in kinds}
+
+    def _whole(self, stages: int) -> float:
+        share = Fraction(stages * self.schedule.depth, self.schedule.stages)
+        return share.numerator if share.denominator == 1 else float(share)
+
+
+def shared_out(costs: Costs, parts: Fraction) -> Costs:
+    """The costs of a stage that is one of `parts` equal parts of what `costs` are for. Messages stay whole."""
+
+    def part(value: Any) -> Any:
+        return [part(number) for number in value] if isinstance(value, Sequence) else value / parts
+
+    given = {name: getattr(costs, name) for name, _, _ in _times() if name != "transfer_s"}
+    return replace(costs, **{name: part(value) for name, value in given.items() if value is not None})
+
+
+def plan(
+    scheme: str, depth: int, micro_batches: int, costs: Costs, options: Mapping[str, Any], same_model: bool = False
+) -> Plan:
+    """Build, check and simulate. Raises InputError when the shape, the options or the costs do not fit.
+
+    `costs` are those of a stage of this scheme; with `same_model`, those of 1/depth of a model, so that they
+    are shared out over the smaller stages of a scheme that has more stages than workers.
+    """
+    schedule = check(build(scheme, depth, micro_batches, **options))
+    for name, option, _ in _times():
+        value = getattr(costs, name)
+        if isinstance(value, Sequence) and len(value) != schedule.stages:
+            raise InputError(
+                f"{option} has {len(value)} values, but {scheme} has {schedule.stages} stages: "
+                f"give one for each stage, or a single one"
+            )
+    if same_model and schedule.stages != depth:
+        costs = shared_out(costs, Fraction(schedule.stages, depth))
+    made = Plan(schedule, costs)
+    if not made.timeline.makespan_s:
+        raise InputError("the whole step takes 0 s, so there is nothing to draw or compare: give --forward a time")
+    return made
+
+
+def count(word: str) -> int:
+    """A whole number of 1 or more, for argparse."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not '{word}'")
+    return int(word)
+
+
+def write(path: Path, words: str) -> None:
+    """Write a file, or say in a line why not. A picture that is there is replaced."""
+    try:
+        path.write_text(words, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,74 @@
+"""The MPI job around a command: all ranks start together, agree on what is wrong, and end together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from ..errors import InputError
+
+T = TypeVar("T")
+
+# What launchers tell a process of the number of its like, and what to try when MPI sees only one.
+LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": "srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI (srun --mpi=list shows both)",
+    "SLURM_NTASKS": "srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI (srun --mpi=list shows both)",
+    "OMPI_COMM_WORLD_SIZE": "the mpiexec of the MPI library that mpi4py uses, or MPI4PY_MPIABI=openmpi",
+    "PMI_SIZE": "the mpiexec of the MPI library that mpi4py uses, or MPI4PY_MPIABI=mpich",
+}
+
+
+def refuse_singletons(size: int, environment: Mapping[str, str]) -> None:
+    """Raise InputError if a launcher started several processes of which each believes to be alone."""
+    for name, remedy in LAUNCHERS.items():
+        tasks = environment.get(name, "1")
+        if size == 1 and tasks.isdigit() and int(tasks) > 1:
+            raise InputError(
+                f"{name}={tasks}, but MPI sees 1 rank: launcher and MPI library do not match; try {remedy}"
+            )
+        if tasks.isdigit() and name in environment:
+            return
+
+
+@contextmanager
+def ending_together(world: Any) -> Iterator[None]:
+    """An exception on one rank prints its traceback and ends all ranks; InputError passes, all ranks have it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        sys.stdout.flush()
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write("".join(f"rank {world.rank}: {line}\n" for line in text.splitlines()))
+        sys.stderr.flush()
+        world.Abort(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def agree(world: Any, act: Callable[[], T]) -> T:
+    """What `act` returns on this rank, if it raises InputError on none; else the first such error, on all."""
+    result, error = None, None
+    try:
+        result = act()
+    except InputError as refused:
+        error = str(refused)
+    errors = [text for text in world.allgather(error) if text is not None]
+    if errors:
+        raise InputError(errors[0])
+    return result  # type: ignore[return-value]
+
+
+def set_threads(asked: int | None, share: int) -> int:
+    """Give each rank the threads asked for, or its share of the cores unless the environment says otherwise."""
+    import torch
+
+    threads = asked or (None if "OMP_NUM_THREADS" in os.environ else share)
+    if threads:
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()

@@ -1,0 +1,141 @@
+"""Compare all schemes, or those named, for one depth and one or more numbers of micro-batches.
+
+All run the same model: the costs are those of 1/depth of it, and a scheme whose workers hold several smaller
+stages has them shared out over these. Weights and live activations are those of the worker that has most, in
+whole stages (1/depth of the model); messages are those that the busiest worker sends. `*` marks the best of a
+column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..draw.look import duration
+from ..errors import InputError
+from ..predict import Costs
+from ..schedule import SCHEMES
+from ._plan import Plan, add_costs, costs_of, count, parse_scheme, plan
+
+EXAMPLE = """\
+  chimera-mpi compare --depth 8 --micro-batches 8,16,32 --backward 2 --transfer 0.1
+  chimera-mpi compare 1f1b chimera chimera:pairs=2 --depth 8 --micro-batches 16 --csv > table.csv"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("scheme", nargs="*", metavar="SCHEME", help="SCHEME or SCHEME:option=value,...; default: all")
+    parser.add_argument("--depth", type=count, required=True, metavar="D", help="workers of the pipeline")
+    parser.add_argument("--micro-batches", type=_counts, required=True, metavar="N,...", help="one number or several")
+    add_costs(parser)
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    output.add_argument("--csv", action="store_true", help="print CSV instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    specs = {spec: parse_scheme(spec) for spec in args.scheme or SCHEMES}
+    rows: list[Row] = []
+    refused: list[Refusal] = []
+    for micro_batches in args.micro_batches:
+        for spec, (scheme, options) in specs.items():
+            try:
+                rows.append(
+                    _row(spec, plan(scheme, args.depth, micro_batches, costs_of(args), options, same_model=True))
+                )
+            except InputError as error:
+                refused.append(Refusal(spec, micro_batches, str(error)))
+    if not rows:
+        raise InputError(refused[0].reason)
+    printer = _json if args.json else _csv if args.csv else _table
+    printer(rows, refused, costs_of(args))
+    return 0
+
+
+class Row(NamedTuple):
+    """The figures of one scheme at one number of micro-batches."""
+
+    scheme: str
+    micro_batches: int
+    makespan_s: float
+    bubble_ratio: float
+    weights: float
+    live_activations: float
+    messages: int
+    exposed_allreduce_s: float
+
+
+class Refusal(NamedTuple):
+    """A scheme that cannot have the shape, and why."""
+
+    scheme: str
+    micro_batches: int
+    reason: str
+
+
+def _row(spec: str, made: Plan) -> Row:
+    return Row(
+        scheme=spec,
+        micro_batches=made.schedule.micro_batches,
+        makespan_s=float(made.timeline.makespan_s),
+        bubble_ratio=round(float(made.timeline.bubble_ratio), 12),
+        weights=max(made.weights),
+        live_activations=max(made.activations),
+        messages=max(made.messages),
+        exposed_allreduce_s=float(made.exposed_allreduce_s),
+    )
+
+
+def _counts(words: str) -> list[int]:
+    return [count(word) for word in words.split(",")]
+
+
+def _json(rows: list[Row], refused: list[Refusal], costs: Costs) -> None:
+    found = {"schemes": [row._asdict() for row in rows], "refused": [refusal._asdict() for refusal in refused]}
+    print(json.dumps(found, indent=1))
+
+
+def _csv(rows: list[Row], refused: list[Refusal], costs: Costs) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(Row._fields)
+    writer.writerows(rows)
+    for refusal in refused:
+        print(f"chimera-mpi: left out: {refusal.reason}", file=sys.stderr)
+
+
+def _table(rows: list[Row], refused: list[Refusal], costs: Costs) -> None:
+    """A block for each number of micro-batches, the shortest step first."""
+    heads = ["scheme", "makespan", "bubble %", "weights", "live act.", "messages", "exposed all-reduce"]
+    blocks = {n: sorted((r for r in rows if r.micro_batches == n), key=lambda row: row.makespan_s)
+              for n in sorted({row.micro_batches for row in rows})}  # fmt: skip
+    shown = {n: [list(_words(row, block)) for row in block] for n, block in blocks.items()}
+    lines = [heads, *(line for block in shown.values() for line in block)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    for n, block in shown.items():
+        print(f"N = {n}")
+        for line in [heads, *block]:
+            cells = [line[0].ljust(widths[0]), *(word.rjust(w) for word, w in zip(line[1:], widths[1:], strict=True))]
+            print("  ".join(cells).rstrip())
+        print()
+    print("* best of its column. Weights and live activations of the fullest worker, in stages (1/depth of the model).")
+    for reason in dict.fromkeys(refusal.reason for refusal in refused):
+        print(f"left out: {reason}")
+
+
+def _words(row: Row, block: list[Row]) -> Iterator[str]:
+    yield row.scheme
+    shown = {
+        "makespan_s": duration(row.makespan_s),
+        "bubble_ratio": f"{100 * row.bubble_ratio:.1f}",
+        "weights": f"{row.weights:g}",
+        "live_activations": f"{row.live_activations:g}",
+        "messages": str(row.messages),
+        "exposed_allreduce_s": duration(row.exposed_allreduce_s),
+    }
+    for name, words in shown.items():
+        of_all = [getattr(other, name) for other in block]
+        best = getattr(row, name) == min(of_all) < max(of_all)
+        yield words + ("*" if best else " ")

@@ -1,0 +1,181 @@
+"""Train a model. Under mpirun or srun every rank is a worker of a pipeline; alone, it is plain serial training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import InputError
+from ._ranks import agree, ending_together, refuse_singletons, set_threads
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..runlog import RunLog
+    from ..train import Job, Progress
+
+T = TypeVar("T")
+
+EXAMPLE = """\
+  mpirun -n 4 chimera-mpi train gpt-tiny scheme=chimera depth=4 steps=60
+  chimera-mpi train my.toml learning_rate=1e-3 log=runs/mine.h5"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="PRESET|FILE.toml", help="gpt-tiny, gpt2-small, gpt2-paper, or a file of keys"
+    )
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as depth=4; see below")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    refuse_singletons(world.size, os.environ)
+    with ending_together(world):
+        try:
+            return _train(world, args)
+        except InputError:
+            if world.rank == 0:
+                raise
+            return 2
+
+
+def _train(world: Any, args: argparse.Namespace) -> int:
+    from .. import report
+    from ..config import DEFAULT_DATA, load
+    from ..data import open_corpus
+    from ..runlog import read_run
+    from ..runtime.grid import find_node
+    from ..train import Trainer, plan_job
+
+    config = agree(world, lambda: load(args.source, args.overrides))
+    job = agree(world, lambda: plan_job(config, world.size))
+    data = config.data or DEFAULT_DATA
+    on_rank_0 = partial(_on_rank_0, world)
+    agree(world, on_rank_0(lambda: None if config.data else _prepare_default(data)))
+    corpus, validation = agree(
+        world, lambda: [open_corpus(data, part, config.sequence_length) for part in ("train", "validation")]
+    )
+    agree(world, lambda: _check_vocabulary(config, corpus))
+    threads = set_threads(config.threads, find_node(world).threads)
+    facts = _facts(world, threads)
+    log = agree(world, on_rank_0(lambda: _create_log(job, corpus, world.size, facts)))
+    trainer = Trainer(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody)
+    if world.rank == 0:
+        print(_opening(job, world.size, threads, str(trainer.patience)), flush=True)
+    with log or nullcontext():
+        trainer.run()
+    if log is not None:
+        print("\n".join(["", *report.summary(read_run(log.path)), f"log         {log.path}"]), flush=True)
+    return 0
+
+
+def _on_rank_0(world: Any, act: Callable[[], T]) -> Callable[[], T | None]:
+    return lambda: act() if world.rank == 0 else None
+
+
+def _tell_nobody(progress: Progress) -> None:
+    pass
+
+
+def _prepare_default(path: Path) -> None:
+    """Without a data file of the user's, train on the texts that every Python carries."""
+    from ..data import prepare
+    from .data import describe
+
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(describe(prepare(path)), flush=True)
+
+
+def _check_vocabulary(config: Config, corpus: Any) -> None:
+    if config.vocabulary < corpus.vocabulary:
+        raise InputError(
+            f"vocabulary={config.vocabulary} is less than the {corpus.vocabulary} tokens of {corpus.path}: "
+            f"set vocabulary={corpus.vocabulary}"
+        )
+
+
+def _create_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any]) -> RunLog | None:
+    from ..models import parameter_count
+    from ..runlog import RunLog, locks_wanted
+
+    if job.config.log == "none":
+        return None
+    path = Path(job.config.log)
+    if job.config.log == "auto":
+        path = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{job.config.scheme}.h5"
+        path.parent.mkdir(exist_ok=True)
+    attributes = {
+        "config": job.config.model_dump_json(),
+        "width": job.width,
+        "ranks": ranks,
+        "mini_batch_size": sum(job.sizes),
+        "parameters": parameter_count(job.model),
+        "unigram_entropy_nats": corpus.unigram_entropy_nats,
+        "corpus_sha256": corpus.sha256,
+        **facts,
+    }
+    return RunLog.create(path, attributes, ranks, locking=locks_wanted(os.environ))
+
+
+def _facts(world: Any, threads: int) -> dict[str, Any]:
+    """Where and with what this run runs. Collective."""
+    from importlib.metadata import version
+
+    from mpi4py import MPI
+
+    packages = ("chimera-mpi", "torch", "mpi4py", "numpy", "h5py")
+    slurm = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID") if name in os.environ}
+    return {
+        "hosts": json.dumps(world.allgather(MPI.Get_processor_name())),
+        "mpi_library": MPI.Get_library_version().splitlines()[0].strip(),
+        "versions": json.dumps({package: version(package) for package in packages}),
+        "slurm": json.dumps(slurm),
+        "threads": threads,
+    }
+
+
+def _opening(job: Job, ranks: int, threads: int, patience: str) -> str:
+    config = job.config
+    return (
+        f"{config.model} with {config.scheme}: {ranks} ranks = depth {config.depth} x width {job.width}, "
+        f"{threads} thread{'s' * (threads > 1)} each, {patience}; "
+        f"{sum(job.sizes)} samples a step in {len(job.sizes)} micro-batches"
+    )
+
+
+class _Teller:
+    """Lines while the run goes on: on a terminal one that is written over, else one every few seconds."""
+
+    def __init__(self, every_s: float = 2.0):
+        self.every_s, self.seconds = every_s, [0.0]
+        self.told_s = time.monotonic()
+        self.on_terminal = sys.stdout.isatty()
+
+    def __call__(self, progress: Progress) -> None:
+        self.seconds = [*self.seconds[-19:], progress.seconds]
+        last = progress.step + 1 == progress.steps
+        line = self._line(progress)
+        if self.on_terminal and progress.validation_loss is None and not last:
+            print(f"\r\x1b[K{line}", end="", flush=True)
+        elif last or progress.validation_loss is not None or time.monotonic() - self.told_s > self.every_s:
+            print(f"\r\x1b[K{line}" if self.on_terminal else line, flush=True)
+            self.told_s = time.monotonic()
+
+    def _line(self, progress: Progress) -> str:
+        left = round((progress.steps - progress.step - 1) * sum(self.seconds) / len(self.seconds))
+        validation = "" if progress.validation_loss is None else f"  validation {progress.validation_loss:.4f}"
+        return (
+            f"step {progress.step + 1}/{progress.steps}  loss {progress.loss:.4f}  grad norm {progress.grad_norm:.3f}  "
+            f"{progress.samples_per_s:.1f} samples/s  {left // 60}:{left % 60:02} left{validation}"
+        )

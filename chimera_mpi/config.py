@@ -1,0 +1,137 @@
+"""What a run is to do: a preset or a TOML file, and key=value overrides, checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import InputError
+from .schedule import nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEFAULT_DATA = Path("data/corpus.h5")
+
+
+class Config(BaseModel):
+    """A run. Times in seconds, sizes in samples, lengths in tokens; every key may be set in a file or as key=value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # the model
+    model: Literal["gpt"] = "gpt"
+    layers: int = Field(12, ge=1)
+    hidden: int = Field(768, ge=1)
+    heads: int = Field(12, ge=1)
+    vocabulary: int = Field(257, ge=2)
+    positions: int = Field(1024, ge=1)
+    sequence_length: int = Field(1024, ge=1)
+    tied: bool = True
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+    # the schedule; the number of replicas is the number of ranks / depth
+    scheme: str = "1f1b"
+    depth: int = Field(1, ge=1)
+    micro_batches: int = Field(4, ge=1, description="of a step of one pipeline group")
+    sync: Literal["lazy", "eager", "eager_opt"] = "eager_opt"
+    pairs: int | None = Field(None, ge=1, description="pairs of pipelines of chimera")
+
+    # the batch
+    micro_batch_size: int = Field(8, ge=1)
+    mini_batch_size: int | None = Field(None, ge=1, description="of a step of all groups; else it follows")
+
+    # the optimizer
+    steps: int = Field(100, ge=1)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(3e-4, gt=0)
+    minimum_learning_rate: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(10, ge=0)
+    weight_decay: float = Field(0.1, ge=0)
+    momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
+    clip: float | None = Field(1.0, gt=0, description="bound of the global gradient norm, or none")
+    precision: Literal["fp32", "fp64"] = "fp32"
+    seed: int = Field(0, ge=0)
+
+    # files and figures
+    data: Path | None = Field(None, description=f"token file; by default {DEFAULT_DATA}, made when it is missing")
+    log: str = Field("auto", description="run log, a file that must not exist; none, or auto for runs/TIME-SCHEME.h5")
+    eval_every: int = Field(20, ge=1, description="steps")
+    eval_mini_batches: int = Field(2, ge=1)
+    spans_every: int = Field(10, ge=1, description="steps between those whose spans are logged")
+
+    # the machine
+    threads: int | None = Field(None, ge=1, description="of each rank; else cores of the node / ranks on it")
+    spin_s: float | None = Field(None, ge=0, description="how long a wait polls without a pause; else chosen")
+    receives_ahead: int = Field(4, ge=1)
+    message_limit_bytes: int = Field(1 << 30, ge=1, description="longer messages travel in pieces")
+    synchronous_sends: bool = Field(False, description="for tests: no send completes before its receive")
+    verify_messages: bool = Field(False, description="compare the bytes of each message with those expected")
+
+    @property
+    def scheme_options(self) -> dict[str, Any]:
+        """What the user set of the scheme's own options."""
+        return {} if self.pairs is None else {"pairs": self.pairs}
+
+
+def load(source: str, overrides: Iterable[str] = ()) -> Config:
+    """The configuration that `source`, a preset or a TOML file, and `key=value` overrides make.
+
+    Raises InputError: one line with the key, the value and what it may be.
+    """
+    values = _read(source)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise InputError(f"'{override}' is not key=value: give, for example, depth=4")
+        values[key] = _value(text)
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        raise InputError(_explain(error)) from None
+
+
+def presets() -> list[str]:
+    """The names of the configurations that come with the package."""
+    return sorted(Path(entry.name).stem for entry in _folder().iterdir() if entry.name.endswith(".toml"))
+
+
+def _folder():
+    return files(__package__) / "presets"
+
+
+def _read(source: str) -> dict[str, Any]:
+    if source in presets():
+        return tomllib.loads((_folder() / f"{source}.toml").read_text())
+    path = Path(source)
+    if not path.is_file():
+        raise InputError(f"'{source}' is neither a preset nor a file: {nearest(source, presets())}")
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{source} is not a TOML file: {error}") from None
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or a bare word."""
+    if text.lower() in ("none", "true", "false"):
+        return {"none": None, "true": True, "false": False}[text.lower()]
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key '{key}': {nearest(key, Config.model_fields)}"
+    return f"{key}={first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}"

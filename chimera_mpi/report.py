@@ -1,0 +1,115 @@
+"""What a run's log says, in a few lines and as a picture."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from .config import Config
+from .draw.look import duration, percent
+from .errors import InputError
+from .predict import Costs, measured_costs, simulate
+from .runlog import Run
+from .schedule import Schedule, build
+from .timeline import Timeline
+
+
+class Steps(NamedTuple):
+    """One step of a run as it was planned with the costs that were measured, the same of 1F1B, and as it was."""
+
+    planned: Timeline
+    planned_1f1b: Timeline
+    measured: Timeline
+
+    @property
+    def titled(self) -> dict[str, Timeline]:
+        """The two of the run's own scheme, to be drawn one above the other."""
+        scheme = self.planned.schedule.scheme
+        return {f"{scheme}, planned": self.planned, f"{scheme}, measured": self.measured}
+
+
+def steps_of(run: Run, step: int | None = None) -> Steps:
+    """The sampled step `step`, by default the last one. Raises InputError if it was not sampled."""
+    if not run.sampled_steps:
+        raise InputError(f"{run.path} has no spans yet: wait for step {config_of(run).spans_every}")
+    schedule = schedule_of(run)
+    measured = run.timeline(run.sampled_steps[-1] if step is None else step, schedule)
+    costs = costs_of(run, schedule)
+    rival = build("1f1b", schedule.stages, schedule.micro_batches)
+    return Steps(simulate(schedule, costs), simulate(rival, costs), measured)
+
+
+def config_of(run: Run) -> Config:
+    return Config(**run.config)
+
+
+def schedule_of(run: Run) -> Schedule:
+    config = config_of(run)
+    return build(config.scheme, config.depth, config.micro_batches, sync=config.sync, **config.scheme_options)
+
+
+def costs_of(run: Run, schedule: Schedule) -> Costs:
+    """Medians over the sampled steps, of all replicas."""
+    width = int(run.attributes["width"])
+    everything = [s for step in run.sampled_steps for replica in range(width) for s in run.spans(step, replica)]
+    return measured_costs(everything, schedule.stages)
+
+
+def summary(run: Run) -> list[str]:
+    """The run in lines of text: losses, throughput, the bubble as planned and as measured."""
+    steps = run.steps
+    if not len(steps["step"]):
+        return [f"{run.path}: no step yet"]
+    config = config_of(run)
+    lines = [
+        f"{config.model}, {run.attributes['parameters']:,} parameters: {config.scheme}, depth {config.depth} x "
+        f"width {run.attributes['width']}, {config.micro_batches} micro-batches, "
+        f"{run.attributes['mini_batch_size']} samples of {config.sequence_length} tokens a step",
+        f"steps       {steps['step'][-1] + 1} of {config.steps} in {_clock(float(steps['seconds'].sum()))}",
+        f"loss        {steps['loss'][-1]:.4f}",
+        *_validation(run),
+        *_throughput(run),
+    ]
+    return [*lines, *_bubbles(run)] if run.sampled_steps else lines
+
+
+def _validation(run: Run) -> list[str]:
+    losses = run.evaluations["loss"]
+    if not len(losses):
+        return []
+    entropy = run.attributes["unigram_entropy_nats"]
+    return [f"validation  {losses[-1]:.4f} (unigram entropy of the corpus: {entropy:.4f}), nats per token"]
+
+
+def _throughput(run: Run) -> list[str]:
+    counted = ~run.steps["warmup"]
+    if not counted.any():
+        counted[:] = True
+    median_of = {
+        name: float(np.median(run.steps[name][counted])) for name in ("samples_per_s", "tokens_per_s", "seconds")
+    }
+    return [
+        f"throughput  {median_of['samples_per_s']:.1f} samples/s, {median_of['tokens_per_s']:,.0f} tokens/s, "
+        f"{duration(median_of['seconds'])} a step (medians without warm-up)"
+    ]
+
+
+def _bubbles(run: Run) -> list[str]:
+    steps = steps_of(run)
+    schedule = steps.planned.schedule
+    measured = [steps_of(run, step).measured for step in run.sampled_steps]
+    of_workers = [median(timeline.idle_ratios[w] for timeline in measured) for w in range(schedule.depth)]
+    rows = [
+        ["bubble", "whole", *[f"P{w}" for w in range(schedule.depth)]],
+        ["planned", *map(percent, [steps.planned.bubble_ratio, *steps.planned.idle_ratios])],
+        ["measured", *map(percent, [sum(of_workers) / len(of_workers), *of_workers])],
+        ["1f1b planned", *map(percent, [steps.planned_1f1b.bubble_ratio, *steps.planned_1f1b.idle_ratios])],
+    ]
+    return ["", *(f"{row[0]:12}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in rows)]
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,0 +1,175 @@
+"""Gradients in flat buffers, summed over the replicas of their stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from ..schedule import Place, Schedule
+from .grid import Grid, holders
+from .stage import Stage
+from .waiting import Patience
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that the same ranks sum, in one buffer whose pieces are the parameters' `.grad`.
+
+    `places` are the copies of stages on this worker that add to it. It is reduced once all of them are
+    ready, and begins anew from zero once all of them have used it.
+    """
+
+    flat: torch.Tensor  # the gradients, and behind them the count of targets where there is one
+    gradients: torch.Tensor
+    comm: MPI.Comm
+    places: frozenset[Place]
+    ready: set[Place] = field(default_factory=set)
+    used: set[Place] = field(default_factory=set)
+    averaged: bool = False
+    request: MPI.Request = field(default_factory=lambda: MPI.Request(MPI.REQUEST_NULL))
+
+    def start(self, place: Place) -> None:
+        self.ready.add(place)
+        if self.ready == self.places:
+            self.ready.clear()
+            if self.comm.size > 1:
+                self.request = self.comm.Iallreduce(MPI.IN_PLACE, self.flat.numpy(), MPI.SUM)
+
+    def average(self, targets: float) -> float:
+        """Divide by the number of targets; the sum of squares for which this rank answers."""
+        if self.averaged:
+            return 0.0
+        self.averaged = True
+        self.gradients.div_(max(targets, 1.0))
+        return self.gradients.double().square().sum().item() if self.comm.rank == 0 else 0.0
+
+    def release(self, place: Place) -> None:
+        self.used.add(place)
+        if self.used == self.places:
+            self.used.clear()
+            self.averaged = False
+            self.flat.zero_()
+
+
+class Gradients:
+    """All gradients of one worker.
+
+    Each copy of a stage has a bucket that ends in the number of target tokens: losses are sums, their
+    gradients are summed over micro-batches and replicas, and divided once, by the count that rode with
+    them. Tied parameters have a bucket of their own, summed over all that hold one of the tied stages.
+    """
+
+    def __init__(
+        self, grid: Grid, schedule: Schedule, stages: Mapping[Place, Stage], ties: Sequence[Tie], patience: Patience
+    ):
+        self.patience = patience
+        self._own: dict[Place, Bucket] = {}
+        self._of_place: dict[Place, list[Bucket]] = {place: [] for place in stages}
+        copies = [find_copies(tie, stages) for tie in ties]
+        tied = {id(parameter) for tie in copies for parameters in tie.values() for parameter in parameters}
+        for place in sorted(stages, key=lambda place: (-place[1], place[0])):
+            own = [p for p in stages[place].parameters() if p.requires_grad and id(p) not in tied]
+            comm = grid.replicas(holders(schedule, [place[1]]))
+            self._own[place] = self._add({place: own}, comm, counted=True)
+        for tie, here in zip(ties, copies, strict=True):
+            if here:
+                self._add(here, grid.replicas(holders(schedule, tie.stages)), counted=False)
+
+    def count(self, place: Place, targets: torch.Tensor) -> None:
+        """Add a micro-batch's number of target tokens to those whose gradients `place` has summed."""
+        self._own[place].flat[-1] += targets
+
+    def start(self, place: Place) -> None:
+        """The gradients of `place` are whole: start their all-reduce."""
+        for bucket in self._of_place[place]:
+            bucket.start(place)
+
+    def poke(self) -> None:
+        """Drive the progress of the all-reduces under way."""
+        for buckets in self._of_place.values():
+            for bucket in buckets:
+                bucket.request.Test()
+
+    def settle(self, place: Place) -> float:
+        """Wait for the sums over all replicas, and make them means over the target tokens of the mini-batch.
+
+        Returns the sum of their squares, of those for which this rank answers: over all places of all
+        ranks every parameter of the model is in it once.
+        """
+        self.patience.wait(*(bucket.request for bucket in self._of_place[place]))
+        targets = self._own[place].flat[-1].item()
+        return math.fsum(bucket.average(targets) for bucket in self._of_place[place])
+
+    def settled(self, place: Place) -> bool:
+        """Whether `settle` has been called since the last `release`."""
+        return self._own[place].averaged
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for bucket in {bucket for buckets in self._of_place.values() for bucket in buckets}:
+            bucket.gradients.mul_(factor)
+
+    def release(self, place: Place) -> None:
+        """The weights of `place` are updated: its gradients begin anew from zero."""
+        for bucket in self._of_place[place]:
+            bucket.release(place)
+
+    def _add(self, parameters: Mapping[Place, list[nn.Parameter]], comm: MPI.Comm, counted: bool) -> Bucket:
+        """A bucket whose pieces are the gradients of the parameters, which are the same ones at each place."""
+        first = next(iter(parameters.values()))
+        size = sum(p.numel() for p in first)
+        flat = torch.zeros(size + counted, dtype=first[0].dtype if first else torch.float64)
+        for same in parameters.values():
+            for p, piece in zip(same, flat[:size].split([p.numel() for p in same]), strict=True):
+                p.grad = piece.view_as(p)
+        bucket = Bucket(flat, flat[:size], comm, frozenset(parameters))
+        for place in parameters:
+            self._of_place[place].append(bucket)
+        return bucket
+
+
+class Clip:
+    """Clips gradients by their norm over the whole model."""
+
+    def __init__(self, world: MPI.Comm, limit: float, patience: Patience):
+        self.world, self.limit, self.patience = world, limit, patience
+
+    def factor(self, squares: float) -> float:
+        """What to multiply all gradients by. `squares` is this rank's share; collective over all ranks."""
+        total = np.array([squares])
+        self.patience.wait(self.world.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
+        return min(1.0, self.limit / (math.sqrt(total[0]) + 1e-6))
+
+
+class Tie(NamedTuple):
+    """A parameter that several stages hold: (stage, layer, name) of each copy."""
+
+    copies: tuple[tuple[int, int, str], ...]
+
+    @property
+    def stages(self) -> set[int]:
+        return {stage for stage, _, _ in self.copies}
+
+
+def ties_across(model_ties: Sequence[Sequence[tuple[int, str]]], cuts: Sequence[range]) -> list[Tie]:
+    """Those ties of a model, groups of (layer, parameter name), that the cut into stages separates."""
+    stage_of = {layer: stage for stage, layers in enumerate(cuts) for layer in layers}
+    ties = [Tie(tuple((stage_of[layer], layer, name) for layer, name in group)) for group in model_ties]
+    return [tie for tie in ties if len(tie.stages) > 1]
+
+
+def find_copies(tie: Tie, stages: Mapping[Place, Stage]) -> dict[Place, list[nn.Parameter]]:
+    """This worker's copies of a tied parameter; a stage that ties layers of its own has one."""
+    copies: dict[Place, list[nn.Parameter]] = {}
+    for place, stage in stages.items():
+        here = [stage.layer(layer).get_parameter(name) for at, layer, name in tie.copies if at == place[1]]
+        if here and here[0].requires_grad:
+            copies[place] = here[:1]
+    return copies

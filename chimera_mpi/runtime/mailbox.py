@@ -1,0 +1,186 @@
+"""Messages between the workers of a pipeline, each named by the op that makes it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from mpi4py import MPI
+
+from ..schedule import Kind, Op, Schedule, messages, needs
+from .waiting import Patience
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Spec(NamedTuple):
+    """What a tensor of a message looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How messages travel.
+
+    `ahead` receives are posted before they are needed. Messages above `limit_bytes` travel in pieces.
+    `synchronous` makes no send complete before its receive is posted, which uncovers deadlocks.
+    `verify` compares the bytes that arrived with those expected.
+    """
+
+    ahead: int = 4
+    limit_bytes: int = 1 << 30
+    synchronous: bool = False
+    verify: bool = False
+
+
+class Mailbox:
+    """Sends what ops make and receives what they need, as the schedule implies.
+
+    Both ends know the schedule and `spec`, the tensors that an op's message is made of, so no size and no
+    type is ever sent. Each tensor is a message of its own, tagged by the op. A message to oneself does not
+    go through MPI.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        schedule: Schedule,
+        spec: Callable[[Op], tuple[Spec, ...]],
+        patience: Patience,
+        delivery: Delivery = Delivery(),
+    ):
+        self.comm, self.schedule, self.spec = comm, schedule, spec
+        self.patience, self.delivery = patience, delivery
+        mine = [m for m in messages(schedule) if comm.rank in (m.source, m.target)]
+        self._targets = {m.op: m.target for m in mine if m.source == comm.rank}
+        self._expected = [m.op for m in mine if m.target == comm.rank != m.source]
+        self._tag = Tags(schedule, tag_bound(comm))
+        self._ahead: deque[Op] = deque()
+        self._arriving: dict[Op, Arrival] = {}
+        self._leaving: deque[tuple[MPI.Request, torch.Tensor]] = deque()
+        self._to_self: dict[Op, Tensors] = {}
+
+    def open(self) -> None:
+        """Begin a step: post the first receives."""
+        self._ahead.extend(self._expected)
+        self._post()
+
+    def receive(self, op: Op) -> Tensors:
+        """Wait for what other stages made for `op`. Raises at a message of another size (`verify`)."""
+        received: Tensors = ()
+        for need in needs(self.schedule, op):
+            if need.stage != op.stage:
+                received += self._take(need)
+        return received
+
+    def send(self, op: Op, tensors: Tensors) -> None:
+        """Give away what `op` made, at once. The tensors must not be written to any more."""
+        target, tensors = self._targets[op], tuple(tensor.detach() for tensor in tensors)
+        if target == self.comm.rank:
+            self._to_self[op] = tensors
+            return
+        specs = self.spec(op)
+        if [Spec(tuple(t.shape), t.dtype) for t in tensors] != list(specs):
+            raise TypeError(f"{op} made {[(tuple(t.shape), t.dtype) for t in tensors]}, its receiver expects {specs}")
+        isend = self.comm.Issend if self.delivery.synchronous else self.comm.Isend
+        for part, tensor in enumerate(tensors):
+            tensor = tensor.contiguous()
+            for piece in pieces(tensor, self.delivery.limit_bytes):
+                self._leaving.append((isend(piece, target, self._tag(op, part)), tensor))
+        self.poke()
+
+    def poke(self) -> None:
+        """Let go of the tensors that have left, and drive the progress of those that have not."""
+        while self._leaving and self._leaving[0][0].Test():
+            self._leaving.popleft()
+
+    def flush(self) -> None:
+        """End a step: wait until all has left. Raises RuntimeError if anything was never taken."""
+        self.patience.wait(*(request for request, _ in self._leaving))
+        self._leaving.clear()
+        if self._arriving or self._to_self or self._ahead:
+            left = [str(op) for op in (*self._arriving, *self._to_self, *self._ahead)]
+            raise RuntimeError(f"messages left in the mailbox of worker {self.comm.rank} at the flush: {left}")
+
+    def _post(self) -> None:
+        while self._ahead and len(self._arriving) < self.delivery.ahead:
+            op = self._ahead.popleft()
+            self._arriving[op] = self._irecv(op)
+
+    def _irecv(self, op: Op) -> Arrival:
+        source = self.schedule.worker(op)
+        tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in self.spec(op))
+        parts = [
+            (piece, self._tag(op, part))
+            for part, tensor in enumerate(tensors)
+            for piece in pieces(tensor, self.delivery.limit_bytes)
+        ]
+        requests = [self.comm.Irecv(piece, source, tag) for piece, tag in parts]
+        return Arrival(requests, tensors, [piece.nbytes for piece, _ in parts])
+
+    def _take(self, op: Op) -> Tensors:
+        if op in self._to_self:
+            return self._to_self.pop(op)
+        self._post()
+        arrival = self._arriving.pop(op)
+        if self.delivery.verify:
+            arrival.verify(op, self.patience)
+        else:
+            self.patience.wait(*arrival.requests)
+        self._post()
+        return arrival.tensors
+
+
+class Arrival(NamedTuple):
+    """A message on its way in: the pieces' requests and bytes, the tensors they fill."""
+
+    requests: list[MPI.Request]
+    tensors: Tensors
+    sizes: list[int]
+
+    def verify(self, op: Op, patience: Patience) -> None:
+        for request, size in zip(self.requests, self.sizes, strict=True):
+            status = MPI.Status()
+            patience.until(partial(request.Test, status))
+            if status.Get_count(MPI.BYTE) != size:
+                raise RuntimeError(f"the message of {op} has {status.Get_count(MPI.BYTE)} bytes, not {size}")
+
+
+class Tags:
+    """One tag for each tensor of each op, wrapped below what the MPI library can carry.
+
+    Tags repeat after `window` micro-batches. That is harmless: a stage makes, and its neighbour takes, the
+    messages of one kind in one order, and MPI keeps the order of messages with equal tags.
+    """
+
+    parts = 8
+
+    def __init__(self, schedule: Schedule, bound: int):
+        self.pipes, self.stages = len(schedule.pipes), schedule.stages
+        self.window = (bound + 1) // (self.pipes * self.stages * 2 * self.parts)
+        if self.window < 1:
+            raise ValueError(f"{self.pipes} pipelines of {self.stages} stages need more tags than 0 to {bound}")
+
+    def __call__(self, op: Op, part: int) -> int:
+        place = (op.index % self.window * self.pipes + op.pipe) * self.stages + op.stage
+        return (place * 2 + (op.kind is not Kind.FORWARD)) * self.parts + part
+
+
+def tag_bound(comm: MPI.Comm) -> int:
+    """The largest tag of this MPI library."""
+    return int(comm.Get_attr(MPI.TAG_UB) or 32767)
+
+
+def pieces(tensor: torch.Tensor, limit_bytes: int) -> list[MPI.buffer]:
+    """The memory of a contiguous tensor in buffers of at most `limit_bytes`."""
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    return [
+        MPI.buffer.fromaddress(address + start, min(limit_bytes, nbytes - start))
+        for start in range(0, nbytes, limit_bytes)
+    ]

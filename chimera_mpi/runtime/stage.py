@@ -1,0 +1,107 @@
+"""A stage: a run of a model's layers, and what crosses its boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..errors import InputError
+from ..models import Model, keyed_seed, make_layer
+from ..schedule import Kind, Op, Schedule
+from .mailbox import Spec, Tensors
+
+COUNT = Spec((), torch.float64)
+
+
+def cut_uniformly(layers: int, stages: int) -> list[range]:
+    """Contiguous runs of layers, as equal as can be. Raises InputError if a stage would have none."""
+    if stages > layers:
+        raise InputError(f"{stages} stages need as many layers, and the model has {layers}: try depth={layers} or less")
+    return [range(stage * layers // stages, (stage + 1) * layers // stages) for stage in range(stages)]
+
+
+class Stage(nn.Module):
+    """Layers in a row. Before each layer's forward the generator is set by (seed, step, micro-batch, layer)."""
+
+    def __init__(self, model: Model, layers: range, seed: int, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.seed, self.indices = seed, layers
+        self.layers = nn.ModuleList(make_layer(model, index, seed, dtype=dtype) for index in layers)
+        self._share_tied(model)
+
+    def forward(self, tensors: Tensors, step: int, micro_batch: int) -> Tensors:
+        """`micro_batch` counts over the whole step, whichever replica does it."""
+        for index, layer in zip(self.indices, self.layers, strict=True):
+            if self.training:
+                torch.default_generator.manual_seed(keyed_seed(self.seed, step, micro_batch, index))
+            output = layer(*tensors)
+            tensors = output if isinstance(output, tuple) else (output,)
+        return tensors
+
+    def layer(self, index: int) -> nn.Module:
+        """The layer with this number in the model."""
+        return self.layers[index - self.indices.start]
+
+    def _share_tied(self, model: Model) -> None:
+        """Tied parameters of one stage are one parameter."""
+        for group in model.tied:
+            here = [(index, name) for index, name in group if index in self.indices]
+            for index, name in here[1:]:
+                set_parameter(self.layer(index), name, self.layer(here[0][0]).get_parameter(here[0][1]))
+
+
+def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(path), attribute, parameter)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a pass on the meta device finds: for each layer, what it puts out, and its forward's FLOPs."""
+
+    outputs: tuple[tuple[Spec, ...], ...]
+    flops: tuple[int, ...]
+
+
+def trace(model: Model, inputs: Sequence[Spec], dtype: torch.dtype = torch.float32) -> Trace:
+    """Find out without memory or arithmetic, layers made by one factory once for each shape."""
+    one_layer = cache(lambda factory, entering: _trace_layer(model, model.layers.index(factory), entering, dtype))
+    outputs, flops = [], []
+    entering = tuple(inputs)
+    for factory in model.layers:
+        entering, layer_flops = one_layer(factory, entering)
+        outputs.append(entering)
+        flops.append(layer_flops)
+    return Trace(tuple(outputs), tuple(flops))
+
+
+def _trace_layer(
+    model: Model, index: int, entering: tuple[Spec, ...], dtype: torch.dtype
+) -> tuple[tuple[Spec, ...], int]:
+    layer = make_layer(model, index, seed=0, dtype=dtype, device="meta").eval()
+    tensors = (torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in entering)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        output = layer(*tensors)
+    leaving = output if isinstance(output, tuple) else (output,)
+    return tuple(Spec(tuple(t.shape), t.dtype) for t in leaving), counter.get_total_flops()
+
+
+class Boundaries:
+    """The tensors of every message: activations forth; gradients, and the count of targets, back."""
+
+    def __init__(self, schedule: Schedule, cuts: Sequence[range], traces: Sequence[Trace]):
+        """`traces[n]` is that of micro-batch n."""
+        self.schedule, self.cuts, self.traces = schedule, cuts, traces
+
+    def __call__(self, op: Op) -> tuple[Spec, ...]:
+        outputs = self.traces[op.index].outputs
+        if op.kind is Kind.FORWARD:
+            return outputs[self.cuts[op.stage][-1]]
+        entering = outputs[self.cuts[op.stage - 1][-1]]
+        return (*(spec for spec in entering if spec.dtype.is_floating_point), COUNT)

@@ -1,0 +1,119 @@
+"""Tests marked `mpi(n)` run on the first n ranks of one MPI job, started when the first of them comes up.
+
+Inside the job every rank is a pytest of its own. A rank whose test fails ends the job, since the others may
+wait for it; the tests that are left go into a new one. The outer pytest reports what the ranks wrote down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import launch
+
+INSIDE = "CHIMERA_TEST_RESULTS"
+JOB_LIMIT_S = 420
+
+
+def ranks_of(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("mpi")
+    return mark.args[0] if mark else 0
+
+
+if INSIDE in os.environ:
+    from mpi4py import MPI
+
+    _results = open(f"{os.environ[INSIDE]}/{MPI.COMM_WORLD.rank}", "a", buffering=1)  # noqa: SIM115
+    _comms: dict[int, MPI.Comm] = {}
+
+    def pytest_collection_modifyitems(config, items):
+        items[:] = [item for item in items if MPI.COMM_WORLD.rank < ranks_of(item)]
+
+    def pytest_runtest_logstart(nodeid, location):
+        _results.write(json.dumps({"nodeid": nodeid}) + "\n")
+
+    def pytest_runtest_logreport(report):
+        if report.when == "call" or report.outcome != "passed":
+            row = {"nodeid": report.nodeid, "outcome": report.outcome, "text": report.longreprtext}
+            _results.write(json.dumps(row) + "\n")
+            if report.failed:
+                MPI.COMM_WORLD.Abort(1)
+
+    @pytest.fixture
+    def comm(request):
+        """The first n ranks, all of them here."""
+        n = ranks_of(request.node)
+        if n not in _comms:
+            group = MPI.COMM_WORLD.group.Incl(range(n))
+            _comms[n] = MPI.COMM_WORLD.Create_group(group, tag=n)
+        barrier = _comms[n].Ibarrier()
+        while not barrier.Test():
+            time.sleep(1e-3)
+        return _comms[n]
+
+else:
+
+    class Job:
+        """Runs MPI tests ahead of their turn and remembers what came of each."""
+
+        def __init__(self, tmp_path_factory):
+            self.folder = tmp_path_factory
+            self.verdicts: dict[str, str | None] = {}
+
+        def run(self, items: list[pytest.Item]) -> None:
+            wanted = {item.nodeid: ranks_of(item) for item in items}
+            while wanted:
+                folder = self.folder.mktemp("mpi")
+                (folder / "arguments").write_text("\n".join(wanted))
+                command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"@{folder}/arguments"]
+                job = launch.run(
+                    max(wanted.values()), command, JOB_LIMIT_S, items[0].config.rootpath, **{INSIDE: str(folder)}
+                )
+                finished = self._read(folder, wanted, (job.stdout + job.stderr)[-8000:])
+                if not finished:
+                    self.verdicts.update(dict.fromkeys(wanted, f"the MPI job ran no test:\n{job.stdout}{job.stderr}"))
+                    return
+                wanted = {nodeid: n for nodeid, n in wanted.items() if nodeid not in self.verdicts}
+
+        def _read(self, folder: Path, wanted: dict[str, int], output: str) -> bool:
+            passed, started, failed = defaultdict(int), {}, {}
+            for path in folder.glob("[0-9]*"):
+                for row in map(json.loads, path.read_text().splitlines()):
+                    nodeid = row["nodeid"]
+                    started[nodeid] = True
+                    passed[nodeid] += row.get("outcome") in ("passed", "skipped")
+                    if row.get("outcome") == "failed":
+                        failed.setdefault(nodeid, f"on rank {path.name}:\n{row['text']}")
+            whole = {nodeid for nodeid in started if passed[nodeid] == wanted[nodeid]}
+            self.verdicts.update(dict.fromkeys(whole))
+            self.verdicts.update(failed)
+            unfinished = [nodeid for nodeid in started if nodeid not in whole and nodeid not in failed]
+            if not failed:
+                self.verdicts.update(dict.fromkeys(unfinished, f"the MPI job hung or died here:\n{output}"))
+            return bool(whole or failed or unfinished)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(pyfuncitem):
+        if not ranks_of(pyfuncitem):
+            return None
+        verdicts = pyfuncitem.session.mpi_job.verdicts
+        if pyfuncitem.nodeid not in verdicts:
+            pyfuncitem.session.mpi_job.run([item for item in pyfuncitem.session.items if ranks_of(item)])
+        if verdicts[pyfuncitem.nodeid]:
+            pytest.fail(verdicts[pyfuncitem.nodeid], pytrace=False)
+        return True
+
+    @pytest.fixture(scope="session", autouse=True)
+    def _mpi_job(request, tmp_path_factory):
+        request.session.mpi_job = Job(tmp_path_factory)
+
+    @pytest.fixture
+    def comm():
+        """Stands in for the communicator outside of the job, where the test's body does not run."""

@@ -1,0 +1,57 @@
+"""One process on the whole mini-batch: what every synchronous scheme must equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from chimera_mpi.models import Model, keyed_seed, make_layer
+from chimera_mpi.runtime.optimizer import Recipe
+
+
+@dataclass
+class Serial:
+    """A plain loop: no schedule, no stage, no message."""
+
+    model: Model
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+    recipe: Recipe = Recipe()
+    clip: float | None = None
+
+    def __post_init__(self):
+        self.layers = torch.nn.ModuleList(
+            make_layer(self.model, i, self.seed, dtype=self.dtype) for i in range(len(self.model.layers))
+        )
+        for group in self.model.tied:
+            (owner, owner_name), *others = group
+            for index, name in others:
+                path, _, attribute = name.rpartition(".")
+                parameter = self.layers[owner].get_parameter(owner_name)
+                setattr(self.layers[index].get_submodule(path), attribute, parameter)
+        self.optimizer = self.recipe.build(self.layers)
+
+    def step(self, micro_batches, learning_rate, step=0):
+        """`micro_batches` are (inputs, targets); returns loss, gradient norm before clipping."""
+        self.layers.train()
+        losses, counts = [], []
+        for number, (inputs, targets) in enumerate(micro_batches):
+            x = inputs
+            for index, layer in enumerate(self.layers):
+                torch.default_generator.manual_seed(keyed_seed(self.seed, step, number, index))
+                x = layer(*x) if isinstance(x, tuple) else layer(x)
+            loss, count = self.model.loss(x, targets)
+            losses.append(loss)
+            counts.append(count)
+        loss = sum(losses) / sum(counts)
+        self.optimizer.zero_grad()
+        loss.backward()
+        parameters = list(self.layers.parameters())
+        norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        return loss.item(), norm.item()

@@ -384,7 +384,8 @@ class Batches:
 
     `sizes[i]` is the number of samples of micro-batch i, which counts over all pipelines and replicas of the step.
     Samples come in an order shuffled by (seed, epoch), every one once an epoch, and a micro-batch may span two
-    epochs. With `seed=None`, for evaluation, they come in the order of the corpus.
+    epochs. With `seed=None`, for evaluation, every epoch and every run has the same order; it is not the order of the
+    corpus, of which the first samples would be those of a few files.
     """
 
     corpus: Corpus
@@ -410,13 +411,12 @@ class Batches:
         """int64 [sizes[index]]"""
         start = step * self.mini_batch + sum(self.sizes[:index])
         positions = np.arange(start, start + self.sizes[index])
-        if self.seed is None:
-            return positions % self.corpus.samples
         epochs, places = np.divmod(positions, self.corpus.samples)
         ids = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            ids[here] = _shuffled(self.seed, int(epoch), self.corpus.samples)[places[here]]
+            key = (0, 0) if self.seed is None else (self.seed, int(epoch))
+            ids[here] = _shuffled(key, self.corpus.samples)[places[here]]
         return ids
 
 
@@ -433,8 +433,8 @@ def even_sizes(mini_batch: int, parts: int) -> tuple[int, ...]:
     return (each + 1,) * over + (each,) * (parts - over)
 
 
-@lru_cache(maxsize=2)  # a micro-batch spans two epochs at most, unless it is larger than the corpus
-def _shuffled(seed: int, epoch: int, samples: int) -> NDArray[np.int64]:
-    order = np.random.default_rng((seed, epoch)).permutation(samples)
+@lru_cache(maxsize=3)  # the two epochs of training that a step may span, and the evaluation
+def _shuffled(key: tuple[int, int], samples: int) -> NDArray[np.int64]:
+    order = np.random.default_rng(key).permutation(samples)
     order.flags.writeable = False
     return order

@@ -46,8 +46,8 @@ class Job:
 
 def plan_job(config: Config, ranks: int) -> Job:
     """Raises InputError if `ranks` ranks cannot do what `config` asks."""
-    width = width_of(ranks, config.depth)
     schedule = build(config.scheme, config.depth, config.micro_batches, sync=config.sync, **config.scheme_options)
+    width = width_of(ranks, config.depth)
     model = gpt(
         GPT(
             config.layers, config.hidden, config.heads, config.vocabulary, config.positions, config.tied, config.dropout

@@ -99,6 +99,11 @@ else:
                 self.verdicts.update(dict.fromkeys(unfinished, f"the MPI job hung or died here:\n{output}"))
             return bool(whole or failed or unfinished)
 
+    def pytest_collection_modifyitems(items):
+        for item in items:
+            if ranks_of(item):  # the first of them runs the whole job, which has its own limits
+                item.add_marker(pytest.mark.timeout(0))
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(pyfuncitem):
         if not ranks_of(pyfuncitem):

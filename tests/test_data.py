@@ -318,7 +318,7 @@ def test_every_sample_comes_once_an_epoch(token_file, sizes, seed):
     for epoch in epochs:
         assert Counter(epoch) == Counter(range(corpus.samples))
     if seed is None:
-        assert epochs == [list(range(corpus.samples))] * 3
+        assert epochs == [epochs[0]] * 3
     else:
         assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
@@ -339,6 +339,12 @@ def test_any_rank_reads_the_same_in_any_order(token_file):
         assert (found[0] == inputs).all() and (found[1] == targets).all()
         assert inputs.shape == targets.shape == ((3, 2, 2)[index], 32)
         assert (inputs == here.corpus.sample(here.sample_ids(step, index))[0]).all()
+
+
+def test_an_evaluation_of_some_samples_sees_the_whole_part(token_file):
+    corpus = open_corpus(token_file, "train", 16)
+    ids = Batches(corpus, (20,), seed=None).sample_ids(0, 0)
+    assert np.histogram(ids, bins=4, range=(0, corpus.samples))[0].min() > 0
 
 
 def test_seeds_give_different_orders(token_file):

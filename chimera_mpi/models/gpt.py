@@ -39,10 +39,8 @@ class GPT:
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} is below 1: a GPT needs at least {name}=1")
         if self.hidden % self.heads:
-            near = [size for size in (self.hidden // self.heads * self.heads,) if size] + [
-                (self.hidden // self.heads + 1) * self.heads
-            ]
-            remedy = " or ".join(f"hidden={size}" for size in near)
+            below = self.hidden // self.heads * self.heads
+            remedy = " or ".join(f"hidden={size}" for size in (below, below + self.heads) if size)
             raise InputError(f"hidden={self.hidden} does not divide into heads={self.heads}: try {remedy}")
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout={self.dropout} is not in [0, 1): dropout=0 turns it off")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -32,16 +33,29 @@ class Serial:
                 setattr(self.layers[index].get_submodule(path), attribute, parameter)
         self.optimizer = self.recipe.build(self.layers)
 
+    def _seed(self, step, number, index):
+        torch.default_generator.manual_seed(keyed_seed(self.seed, step, number, index))
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches):
+        """The loss without dropout."""
+        self.layers.eval()
+        sums = [self.model.loss(self._forward(inputs), targets) for inputs, targets in micro_batches]
+        return (sum(loss for loss, _ in sums) / sum(count for _, count in sums)).item()
+
+    def _forward(self, x, before_layer=lambda index: None):
+        for index, layer in enumerate(self.layers):
+            before_layer(index)
+            x = layer(*x) if isinstance(x, tuple) else layer(x)
+        return x
+
     def step(self, micro_batches, learning_rate, step=0):
         """`micro_batches` are (inputs, targets); returns loss, gradient norm before clipping."""
         self.layers.train()
         losses, counts = [], []
         for number, (inputs, targets) in enumerate(micro_batches):
-            x = inputs
-            for index, layer in enumerate(self.layers):
-                torch.default_generator.manual_seed(keyed_seed(self.seed, step, number, index))
-                x = layer(*x) if isinstance(x, tuple) else layer(x)
-            loss, count = self.model.loss(x, targets)
+            rule = partial(self._seed, step, number)
+            loss, count = self.model.loss(self._forward(inputs, rule), targets)
             losses.append(loss)
             counts.append(count)
         loss = sum(losses) / sum(counts)

@@ -86,14 +86,12 @@ def load(source: str, overrides: Iterable[str] = ()) -> Config:
 
     Raises InputError: one line with the key, the value and what it may be.
     """
+    asked = dict(_key_value(override) for override in overrides)
     values = _read(source)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise InputError(f"'{override}' is not key=value: give, for example, depth=4")
-        values[key] = _value(text)
+    if "mini_batch_size" in asked:  # one size follows from the other
+        values.pop("micro_batch_size", None)
     try:
-        return Config(**values)
+        return Config(**{**values, **asked})
     except ValidationError as error:
         raise InputError(_explain(error)) from None
 
@@ -117,6 +115,13 @@ def _read(source: str) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{source} is not a TOML file: {error}") from None
+
+
+def _key_value(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise InputError(f"'{override}' is not key=value: give, for example, depth=4")
+    return key, _value(text)
 
 
 def _value(text: str) -> Any:

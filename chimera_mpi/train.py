@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from .config import Config
@@ -18,7 +17,7 @@ from .errors import InputError
 from .models import GPT, Model, gpt
 from .runlog import RunLog, StepRow
 from .runtime.clock import aligned_clock
-from .runtime.grid import Grid, width_of
+from .runtime.grid import Comm, Grid, width_of
 from .runtime.mailbox import Delivery, Spec
 from .runtime.optimizer import LearningRate, Recipe
 from .runtime.pipeline import Pipeline, Settings
@@ -105,7 +104,7 @@ class Trainer:
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
+        comm: Comm,
         job: Job,
         corpus: Corpus,
         validation: Corpus,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ def ending_together(world: Any) -> Iterator[None]:
         text = "".join(traceback.format_exception(error))
         sys.stderr.write("".join(f"rank {world.rank}: {line}\n" for line in text.splitlines()))
         sys.stderr.flush()
+        time.sleep(0.3)  # launchers drop what a rank wrote just before it aborts
         world.Abort(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 

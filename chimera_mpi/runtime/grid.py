@@ -12,6 +12,8 @@ from ..errors import InputError
 from ..schedule import Schedule
 from .waiting import Patience
 
+Comm = MPI.Intracomm
+
 
 def width_of(ranks: int, depth: int) -> int:
     """How many pipeline groups of `depth` workers `ranks` ranks make. Raises InputError."""
@@ -27,9 +29,9 @@ class Grid:
     Owns its communicators; `close` frees them.
     """
 
-    def __init__(self, comm: MPI.Intracomm, depth: int):
+    def __init__(self, comm: Comm, depth: int):
         self.depth, self.width = depth, width_of(comm.size, depth)
-        self.world: MPI.Intracomm = comm.Dup()
+        self.world: Comm = comm.Dup()
         self.replica, self.worker = divmod(comm.rank, depth)
         self.pipeline = self.world.Split(self.replica, self.worker)
         self.node = find_node(self.world)

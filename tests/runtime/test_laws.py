@@ -51,8 +51,7 @@ def every_scheme(depth, micro_batches):
 @pytest.mark.mpi(4)
 @every_scheme(4, 4)
 def test_tied_weights(comm, schedule):
-    case = Case(comm, schedule, tiny(tied=True), recipe=ADAMW)
-    case.run(steps=3)
+    Case(comm, schedule, tiny(tied=True)).run(steps=3)
 
 
 @pytest.mark.mpi(4)

@@ -1,0 +1,221 @@
+"""Training as its users start it: equal logs in any layout, refusals that touch nothing, failures that end all."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import launch
+import numpy as np
+import pytest
+
+from chimera_mpi import report
+from chimera_mpi.cli import main
+from chimera_mpi.config import Config, load, presets
+from chimera_mpi.data import prepare
+from chimera_mpi.errors import InputError
+from chimera_mpi.runlog import read_run
+from chimera_mpi.schedule import Kind
+from chimera_mpi.train import plan_job
+
+ROOT = Path(__file__).parent.parent
+STEPS = 6
+SMALL = """
+layers = 6
+hidden = 16
+heads = 2
+positions = 16
+sequence_length = 16
+precision = "fp64"
+mini_batch_size = 12
+learning_rate = 0.01
+warmup_steps = 2
+eval_every = 3
+spans_every = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    prepare(folder / "corpus.h5", [ROOT / "data" / "pipelines.txt"])
+    (folder / "small.toml").write_text(f'{SMALL}\nsteps = {STEPS}\ndata = "{folder}/corpus.h5"\n')
+    return folder
+
+
+def train(ranks, folder, log, *overrides, **options):
+    return launch.chimera(ranks, "train", "small.toml", f"log={log}", *overrides, cwd=folder, **options)
+
+
+@pytest.fixture(scope="module")
+def serial(folder):
+    done = train(1, folder, "serial.h5", "scheme=gpipe", "micro_batches=4")
+    assert done.returncode == 0, done.stderr
+    return read_run(folder / "serial.h5")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "depth", "ranks", "micro_batches"), [("chimera", 4, 4, 4), ("chimera", 2, 4, 2), ("1f1b", 2, 2, 4)]
+)
+def test_the_log_is_that_of_one_process(folder, serial, scheme, depth, ranks, micro_batches):
+    name = f"{scheme}-{depth}-{ranks}.h5"
+    options = (f"scheme={scheme}", f"depth={depth}", f"micro_batches={micro_batches}")
+    done = train(ranks, folder, name, *options)
+    assert done.returncode == 0, done.stderr
+    run = read_run(folder / name)
+    for column in ("loss", "grad_norm", "learning_rate"):
+        np.testing.assert_allclose(run.steps[column], serial.steps[column], rtol=1e-9)
+    np.testing.assert_allclose(run.evaluations["loss"], serial.evaluations["loss"], rtol=1e-9)
+    assert list(run.steps["step"]) == list(range(STEPS))
+    assert list(run.steps["samples"]) == [12] * STEPS
+    assert list(run.steps["tokens"]) == [12 * 16] * STEPS
+    assert list(run.steps["warmup"]) == [True, True] + [False] * (STEPS - 2)
+    np.testing.assert_allclose(
+        run.steps["flops_per_s"],
+        serial.steps["flops_per_s"] * serial.steps["seconds"] / run.steps["seconds"],
+        rtol=1e-5,
+    )
+    assert run.workers["compute_s"].shape == (STEPS, ranks)
+    assert all((run.workers[column] >= 0).all() for column in run.workers)
+    assert ((run.steps["bubble_ratio"] >= 0) & (run.steps["bubble_ratio"] < 1)).all()
+
+
+def test_the_spans_are_those_of_the_schedule(folder, serial):
+    run = read_run(folder / "chimera-4-4.h5")
+    schedule = report.schedule_of(run)
+    assert run.sampled_steps == (1, 3, 5)
+    for step in run.sampled_steps:
+        timeline = run.timeline(step, schedule)
+        for row, order in zip(timeline.rows, schedule.orders, strict=True):
+            assert tuple(span.op for span in row) == order
+        ends = {span.op: span.end_s for span in timeline.spans}
+        for span in timeline.spans:
+            if span.op.kind is Kind.FORWARD and span.op.stage:  # clocks are aligned: nothing comes before its cause
+                assert span.start_s > ends[span.op._replace(stage=span.op.stage - 1)] - 2e-3
+
+
+def test_the_end_of_a_run_is_its_report(folder, capsys):
+    assert main(["report", str(folder / "chimera-4-4.h5"), "--svg", str(folder / "step.svg")]) == 0
+    out = capsys.readouterr().out
+    for words in ("validation", "unigram entropy", "samples/s", "planned", "measured", "1f1b planned", "F0"):
+        assert words in out
+    assert (folder / "step.svg").read_text().startswith("<svg")
+
+
+def test_an_existing_log_is_not_touched(folder):
+    (folder / "taken.h5").write_bytes(b"somebody's work")
+    done = train(2, folder, "taken.h5", "depth=2")
+    assert done.returncode == 2
+    assert done.stderr.count("chimera-mpi:") == 1
+    assert "taken.h5 exists" in done.stderr
+    assert (folder / "taken.h5").read_bytes() == b"somebody's work"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("data=nowhere.h5",), "no data file nowhere.h5: make it with"),
+        (("depth=4",), "depth 4 does not divide the 2 MPI ranks: try depth = 1, 2"),
+    ],
+    ids=str,
+)
+def test_refused_on_all_ranks_by_one_line(folder, overrides, message):
+    done = train(2, folder, "refused.h5", *overrides, timeout_s=30)
+    assert done.returncode == 2
+    assert done.stderr.count("chimera-mpi:") == 1 and message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "refused.h5").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "message"),
+    [
+        ({"scheme": "chimera", "depth": 5}, 5, "chimera needs an even depth, not 5: try depth=4 or depth=6"),
+        ({"scheme": "chimera", "depth": 1}, 4, "chimera needs an even depth, not 1: try depth=2"),
+        ({"depth": 3}, 4, "depth 3 does not divide the 4 MPI ranks: try depth = 1, 2, 4"),
+        ({"scheme": "chimaera"}, 1, "unknown scheme 'chimaera': did you mean 'chimera'?"),
+        ({"scheme": "gpipe", "pairs": 2}, 1, "gpipe has no option 'pairs'"),
+        ({"scheme": "chimera", "depth": 4, "pairs": 3}, 4, "try pairs = 1, 2"),
+        ({"depth": 4, "layers": 1}, 4, "4 stages need as many layers, and the model has 3: try depth=3"),
+        ({"mini_batch_size": 3}, 1, "a mini-batch of 3 samples does not fill 4 micro-batches"),
+        ({"mini_batch_size": 30, "micro_batch_size": 8}, 1, "mini_batch_size=30 is not 1 replicas x 4"),
+        ({"sequence_length": 2048}, 1, "sequence_length=2048 is more than positions=1024"),
+        ({"heads": 7}, 1, "hidden=768 does not divide into heads=7"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(overrides, ranks, message):
+    with pytest.raises(InputError, match=message.replace("(", r"\(").replace("?", r"\?")):
+        plan_job(Config(**overrides), ranks)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("dept=4", "unknown key 'dept': did you mean 'depth'?"),
+        ("steps=0", "steps=0: input should be greater than or equal to 1"),
+        ("steps=many", "steps=many: input should be a valid integer"),
+        ("steps", "'steps' is not key=value"),
+        ("clip=-1", "clip=-1: input should be greater than 0"),
+        ("optimizer=adam", "optimizer=adam: input should be 'adamw' or 'sgd'"),
+    ],
+)
+def test_wrong_keys_and_values_are_refused(override, message):
+    with pytest.raises(InputError) as refused:
+        load("gpt-tiny", [override])
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_wrong_source_is_refused(tmp_path):
+    with pytest.raises(InputError, match="did you mean 'gpt-tiny'"):
+        load("gpt-tyni")
+    (tmp_path / "bad.toml").write_text("steps = = 3")
+    with pytest.raises(InputError, match="not a TOML file"):
+        load(str(tmp_path / "bad.toml"))
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_can_run(name):
+    assert plan_job(load(name), 1).sizes
+
+
+def test_one_size_of_a_batch_follows_from_the_other():
+    assert plan_job(load("gpt2-small", ["mini_batch_size=7", "micro_batches=3"]), 1).sizes == (3, 2, 2)
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_singletons_under_a_launcher_are_refused(folder, monkeypatch, capsys, name):
+    for known in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(known, raising=False)
+    monkeypatch.setenv(name, "4")
+    monkeypatch.chdir(folder)
+    assert main(["train", "small.toml", "log=alone.h5"]) == 2
+    err = capsys.readouterr().err
+    assert f"{name}=4" in err and "try" in err
+    assert not (folder / "alone.h5").exists()
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [
+        ("config", 1),
+        ("data", 1),
+        ("build", 0),
+        ("forward", 1),
+        ("backward", 0),
+        ("update", 1),
+        ("log", 0),
+        ("report", 0),
+    ],
+)
+def test_an_exception_on_one_rank_ends_all(folder, phase, rank):
+    log = f"failed-{phase}.h5"
+    arguments = ["train", "small.toml", "scheme=chimera", "depth=2", f"log={log}"]
+    command = [sys.executable, str(ROOT / "tests" / "fail_at.py"), phase, str(rank), *arguments]
+    done = launch.run(2, command, timeout_s=60, cwd=folder)
+    assert done.returncode not in (0, 124), done.stderr
+    assert f"rank {rank}: RuntimeError: a fault put in" in done.stderr
+    if phase in ("forward", "backward", "update"):
+        assert f"step 0, worker {rank}, stage" in done.stderr and "op " in done.stderr
+    if phase in ("forward", "log"):
+        assert read_run(folder / log).config["depth"] == 2

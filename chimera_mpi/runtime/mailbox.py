@@ -63,7 +63,7 @@ class Mailbox:
         self._tag = Tags(schedule, tag_bound(comm))
         self._ahead: deque[Op] = deque()
         self._arriving: dict[Op, Arrival] = {}
-        self._leaving: deque[tuple[MPI.Request, torch.Tensor]] = deque()
+        self._leaving: deque[Departure] = deque()
         self._to_self: dict[Op, Tensors] = {}
 
     def open(self) -> None:
@@ -80,7 +80,8 @@ class Mailbox:
         return received
 
     def send(self, op: Op, tensors: Tensors) -> None:
-        """Give away what `op` made, at once. The tensors must not be written to any more."""
+        """Give away what `op` made, and return at once. Whoever writes to the tensors before they have left
+        is found out: a later call raises RuntimeError."""
         target, tensors = self._targets[op], tuple(tensor.detach() for tensor in tensors)
         if target == self.comm.rank:
             self._to_self[op] = tensors
@@ -92,18 +93,20 @@ class Mailbox:
         for part, tensor in enumerate(tensors):
             tensor = tensor.contiguous()
             for piece in pieces(tensor, self.delivery.limit_bytes):
-                self._leaving.append((isend(piece, target, self._tag(op, part)), tensor))
+                request = isend(piece, target, self._tag(op, part))
+                self._leaving.append(Departure(request, op, tensor, tensor._version))
         self.poke()
 
     def poke(self) -> None:
         """Let go of the tensors that have left, and drive the progress of those that have not."""
-        while self._leaving and self._leaving[0][0].Test():
-            self._leaving.popleft()
+        while self._leaving and self._leaving[0].request.Test():
+            self._leaving.popleft().verify()
 
     def flush(self) -> None:
         """End a step: wait until all has left. Raises RuntimeError if anything was never taken."""
-        self.patience.wait(*(request for request, _ in self._leaving))
-        self._leaving.clear()
+        self.patience.wait(*(departure.request for departure in self._leaving))
+        while self._leaving:
+            self._leaving.popleft().verify()
         if self._arriving or self._to_self or self._ahead:
             left = [str(op) for op in (*self._arriving, *self._to_self, *self._ahead)]
             raise RuntimeError(f"messages left in the mailbox of worker {self.comm.rank} at the flush: {left}")
@@ -135,6 +138,19 @@ class Mailbox:
             self.patience.wait(*arrival.requests)
         self._post()
         return arrival.tensors
+
+
+class Departure(NamedTuple):
+    """A message, or a piece of one, on its way out. `version` counts the writes to its tensor so far."""
+
+    request: MPI.Request
+    op: Op
+    tensor: torch.Tensor
+    version: int
+
+    def verify(self) -> None:
+        if self.tensor._version != self.version:
+            raise RuntimeError(f"what {self.op} made was written to while it was being sent")
 
 
 class Arrival(NamedTuple):

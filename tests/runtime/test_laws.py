@@ -12,6 +12,7 @@ import pytest
 import torch
 from case import Case, mini_batch, tiny
 from mpi4py import MPI
+from serial import Serial
 
 from chimera_mpi.models import Model
 from chimera_mpi.runtime.mailbox import Delivery
@@ -145,7 +146,7 @@ def test_frozen_layers_and_stages(comm, layers):
 @pytest.mark.mpi(4)
 def test_replicas_stay_equal_to_the_bit(comm):
     case = Case(comm, build("chimera", 2, 2), tiny(tied=True, dropout=0.1), recipe=ADAMW, clip=1.0)
-    batch = list(mini_batch(case.sizes))
+    batch = mini_batch(case.sizes)
     for step in range(300):
         case.pipeline.step(case.feed(batch, step), 0.01)
     mine = {name: p.detach().numpy().tobytes() for name, p in named_parameters(case.pipeline)}
@@ -165,7 +166,7 @@ def named_parameters(pipeline):
 @pytest.mark.mpi(4)
 def test_nothing_is_kept_between_steps(comm):
     case = Case(comm, build("chimera", 4, 8))
-    batch = list(mini_batch(case.sizes))
+    batch = mini_batch(case.sizes)
     counts = []
     for step in range(12):
         case.pipeline.step(case.feed(batch, step), 0.01)
@@ -183,10 +184,10 @@ def live_objects():
 @pytest.mark.mpi(2)
 def test_evaluation_equals_the_loss_of_one_process(comm):
     case = Case(comm, build("chimera", 2, 3), tiny(dropout=0.5))
-    batch = list(mini_batch(case.sizes))
+    batch = mini_batch(case.sizes)
     sums = case.pipeline.evaluate(case.feed(batch, 0))
     loss, targets = case.total(sums.loss, sums.targets)
-    assert loss / targets == pytest.approx(case.serial.evaluate(batch), rel=1e-12)
+    assert loss / targets == pytest.approx(Serial(tiny(dropout=0.5), 7).evaluate(batch), rel=1e-12)
 
 
 @pytest.mark.mpi(4)
@@ -197,7 +198,7 @@ def test_all_reduces_start_in_one_order_on_every_communicator(comm):
         for buckets in case.pipeline.worker.gradients._of_place.values():
             for bucket in buckets:
                 bucket.comm = Recording(bucket.comm, started)
-        batch = list(mini_batch(case.sizes))
+        batch = mini_batch(case.sizes)
         case.pipeline.step(case.feed(batch, 0), 0.01)
         of_rank = comm.allgather(started)
         for one, other in product(of_rank, repeat=2):

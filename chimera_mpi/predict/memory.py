@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterator
 
-from ..schedule import Kind, Schedule, walk
+from ..schedule import COMPUTE, Kind, Op, Place, Schedule, used_versions
 
 # The op that frees what a forward keeps: the whole backward, or its second half.
 _FREES = (Kind.BACKWARD, Kind.WEIGHT)
@@ -23,18 +24,25 @@ def peak_activations(schedule: Schedule) -> list[int]:
 
 
 def weight_versions(schedule: Schedule) -> list[int]:
-    """The most versions of one stage's weights that each worker must keep, the current one included."""
-    now: Counter = Counter()
-    held: dict[tuple, Counter] = defaultdict(Counter)
-    used: dict[tuple, int] = {}
-    peaks = [0] * schedule.depth
-    for worker, op in walk(schedule):
-        if op.kind is Kind.FORWARD:
-            used[op[1:]] = now[op.place]
-            held[op.place][now[op.place]] += 1
-        elif op.kind in _FREES:
-            held[op.place] -= Counter([used.pop(op[1:])])
-        elif op.kind is Kind.UPDATE:
-            now[op.place] += 1
-        peaks[worker] = max(peaks[worker], len({now[op.place], *held[op.place]}))
-    return peaks
+    """The most versions of one stage's weights that each worker must keep, the current one included.
+
+    A version is kept from the update that makes it to the last op that uses it (see `used_versions`).
+    """
+    used = used_versions(schedule)
+    return [max(_versions_kept(order, used), default=1) for order in schedule.orders]
+
+
+def _versions_kept(order: tuple[Op, ...], used: dict[Op, int]) -> Iterator[int]:
+    """How many versions of its stage are kept after each op of a worker."""
+    last_use = {(op.place, used[_forward(op)]): at for at, op in enumerate(order) if op.kind in COMPUTE}
+    kept: dict[Place, list[int]] = defaultdict(lambda: [0])
+    for at, op in enumerate(order):
+        versions = kept[op.place]
+        if op.kind is Kind.UPDATE:
+            versions.append(versions[-1] + 1)
+        versions[:-1] = [v for v in versions[:-1] if last_use.get((op.place, v), -1) >= at]
+        yield len(versions)
+
+
+def _forward(op: Op) -> Op:
+    return op._replace(kind=Kind.FORWARD)

@@ -2,7 +2,7 @@
 
 from .check import check
 from .ops import COMPUTE, Deadlock, Kind, Message, Op, Place, Schedule, ScheduleError, messages, needs, walk
-from .schemes import ALIASES, SCHEMES, build, nearest, options_of
+from .schemes import ALIASES, SCHEMES, build, nearest, options_of, used_versions
 from .sync import SYNCS
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "nearest",
     "needs",
     "options_of",
+    "used_versions",
     "walk",
 ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
 
-from .ops import Kind, Op, Schedule, ScheduleError, needs, walk
+from .ops import Kind, Op, Schedule, ScheduleError, walk
 
 
 def check(schedule: Schedule) -> Schedule:
@@ -18,10 +17,10 @@ def check(schedule: Schedule) -> Schedule:
     """
     _check_placement(schedule)
     _check_each_op_once(schedule)
-    for _ in walk(schedule):
-        pass
-    for _ in walk(schedule, _with_blocking_reduces(schedule)):
-        pass
+    walk(schedule)
+    if len(schedule.pipes) > 1:
+        for _ in walk(schedule, _with_blocking_reduces(schedule)):
+            pass
     return schedule
 
 
@@ -66,15 +65,16 @@ def expected_ops(schedule: Schedule) -> list[Op]:
     return ops
 
 
-def _with_blocking_reduces(schedule: Schedule) -> Callable[[Schedule, Op], tuple[Op, ...]]:
-    """What ops need where an all-reduce holds its worker until every replica has come to its own."""
+def _with_blocking_reduces(schedule: Schedule) -> dict[Op, tuple[Op, ...]]:
+    """What ops need where an all-reduce holds its worker until every other worker has come to its own.
+
+    A worker that holds several replicas of a stage does not wait for itself.
+    """
     before = {op: earlier for order in schedule.orders for earlier, op in pairwise(order)}
-    replicas = range(len(schedule.pipes))
-
-    def blocking_needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
-        if op.kind is not Kind.REDUCE:
-            return needs(schedule, op)
-        others = (op._replace(pipe=pipe) for pipe in replicas if pipe != op.pipe)
-        return (*needs(schedule, op), *(before[other] for other in others if other in before))
-
-    return blocking_needs
+    needed = dict(schedule.needed)
+    for op in needed:
+        if op.kind is Kind.REDUCE:
+            replicas = (op._replace(pipe=pipe) for pipe in range(len(schedule.pipes)))
+            others = (other for other in replicas if schedule.worker(other) != schedule.worker(op))
+            needed[op] += tuple(before[other] for other in others if other in before)
+    return needed

@@ -7,7 +7,7 @@ needs what another place made; `needs` says where that is, and nothing else does
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -99,11 +99,24 @@ class Schedule:
     @cached_property
     def shares(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The micro-batches of (pipe, update): those whose gradients the pipeline adds to it."""
-        per_update = max(self.micro_batches // max(self.updates, 1), 1)
         shares: dict[tuple[int, int], list[int]] = {}
         for index in sorted(self.pipe_of):
-            shares.setdefault((self.pipe_of[index], index // per_update), []).append(index)
+            shares.setdefault((self.pipe_of[index], self.update_of(index)), []).append(index)
         return {key: tuple(indices) for key, indices in shares.items()}
+
+    def update_of(self, index: int) -> int:
+        """The update to which micro-batch `index` adds its gradients: updates get equal shares, in order."""
+        return index * max(self.updates, 1) // self.micro_batches
+
+    @cached_property
+    def needed(self) -> dict[Op, tuple[Op, ...]]:
+        """What each op needs, worked out once for all who ask."""
+        return {op: needs(self, op) for order in self.orders for op in order}
+
+    @cached_property
+    def walked(self) -> tuple[tuple[int, Op], ...]:
+        """The ops with their workers, each after all it needs (see `walk`)."""
+        return tuple(_walk(self, self.needed))
 
     def input_gradient(self, pipe: int, stage: int, index: int) -> Op:
         """The op that makes the gradient of the stage's input."""
@@ -161,31 +174,35 @@ class Deadlock(ScheduleError):
     """Workers wait for each other in a ring, or for an op that no worker does."""
 
 
-def walk(schedule: Schedule, needs: Callable[[Schedule, Op], tuple[Op, ...]] = needs) -> Iterator[tuple[int, Op]]:
+def walk(schedule: Schedule, needed: Mapping[Op, tuple[Op, ...]] | None = None) -> Iterator[tuple[int, Op]]:
     """Yield `(worker, op)` so that every op comes after all it needs and after its worker's earlier ops.
 
-    Takes time linear in the number of ops. Raises `Deadlock`, naming the ring of waiting workers.
+    `needed` is what each op needs, if not what the data flow says. Takes time linear in the number of
+    ops. Raises `Deadlock`, naming the ring of waiting workers.
     """
-    orders = schedule.orders
-    position = [0] * len(orders)
+    return iter(schedule.walked) if needed is None else _walk(schedule, needed)
+
+
+def _walk(schedule: Schedule, needed: Mapping[Op, tuple[Op, ...]]) -> Iterator[tuple[int, Op]]:
+    rest = [iter(order) for order in schedule.orders]
+    heads = [next(ops, None) for ops in rest]
     done: set[Op] = set()
     waiting: dict[Op, list[int]] = {}
-    ready = deque(range(len(orders)))
+    ready = deque(range(len(rest)))
     while ready:
         worker = ready.popleft()
-        order = orders[worker]
-        while position[worker] < len(order):
-            op = order[position[worker]]
-            missing = next((need for need in needs(schedule, op) if need not in done), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(worker)
-                break
-            done.add(op)
-            position[worker] += 1
-            ready.extend(waiting.pop(op, ()))
+        op = heads[worker]
+        while op is not None and done.issuperset(needed[op]):
             yield worker, op
+            done.add(op)
+            if op in waiting:
+                ready.extend(waiting.pop(op))
+            op = next(rest[worker], None)
+        heads[worker] = op
+        if op is not None:
+            waiting.setdefault(next(need for need in needed[op] if need not in done), []).append(worker)
     if waiting:
-        raise Deadlock(_ring(schedule, {w: (orders[w][position[w]], need) for need, ws in waiting.items() for w in ws}))
+        raise Deadlock(_ring(schedule, {w: (op, need) for need, ws in waiting.items() for w in ws if (op := heads[w])}))
 
 
 def _ring(schedule: Schedule, stuck: dict[int, tuple[Op, Op]]) -> str:

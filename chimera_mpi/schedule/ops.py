@@ -30,6 +30,7 @@ class Kind(str, Enum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+FREES = (Kind.BACKWARD, Kind.WEIGHT)  # what ends the life of an activation
 
 
 class Op(NamedTuple):

@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 
+from .list_scheduler import ordered_for
 from .ops import Kind, Op, Place, Schedule, ScheduleError
 from .sync import with_stream_updates, with_updates
+from .timing import OpCosts
 from .weave import Trip, in_gaps, trailing, weave
 
 
@@ -357,11 +359,21 @@ SCHEMES: dict[str, Callable[..., Schedule]] = {
 ALIASES = {"dapple": "1f1b"}
 
 
-def build(scheme: str, depth: int, micro_batches: int, *, sync: str = "eager_opt", **options: object) -> Schedule:
+def build(
+    scheme: str,
+    depth: int,
+    micro_batches: int,
+    *,
+    sync: str = "eager_opt",
+    costs: OpCosts | None = None,
+    **options: object,
+) -> Schedule:
     """The schedule of one step of `scheme`: `depth` workers, `micro_batches` micro-batches.
 
     `sync` says when each stage's all-reduce starts (see `with_updates`; a stream has its own updates);
-    `options` are the scheme's own. Raises `ScheduleError`, a ValueError, with a remedy in it.
+    with `costs` the ops of a flush are put in the best order found for them, in the memory of the scheme's
+    own and no slower (see `ordered_for`); `options` are the scheme's own. Raises `ScheduleError`, a
+    ValueError, with a remedy in it.
     """
     name = ALIASES.get(scheme, scheme)
     if name not in SCHEMES:
@@ -372,8 +384,11 @@ def build(scheme: str, depth: int, micro_batches: int, *, sync: str = "eager_opt
     known = options_of(name)
     for option in options:
         if option not in known:
-            raise ScheduleError(f"{name} has no option '{option}': its options are {', '.join(['sync', *known])}")
-    return with_updates(SCHEMES[name](depth, micro_batches, **options), sync)
+            raise ScheduleError(
+                f"{name} has no option '{option}': its options are {', '.join(['sync', 'costs', *known])}"
+            )
+    schedule = SCHEMES[name](depth, micro_batches, **options)
+    return with_updates(schedule, sync) if costs is None else ordered_for(costs, schedule, sync)
 
 
 def options_of(scheme: str) -> list[str]:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 
 from .ops import COMPUTE, FREES, Kind, Op, Schedule, ScheduleError
 from .sync import with_updates
 from .timing import OpCosts, makespan
 
 Rank = Mapping[Op, float]  # the smallest goes first
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a worker chooses among the forwards and gradients that are ready: the smallest `rank` first.
+
+    It may pass over no more than `window` ops that are before it in rank and not ready. A weight gradient
+    is for when there is no choice, and is put off if something else is known to arrive within `patience`
+    times its length.
+    """
+
+    rank: Rank
+    window: float = inf
+    patience: float = 0
 
 
 def ordered_for(costs: OpCosts, schedule: Schedule, sync: str) -> Schedule:
@@ -23,10 +38,20 @@ def ordered_for(costs: OpCosts, schedule: Schedule, sync: str) -> Schedule:
     if schedule.updates:
         return schedule
     limits = [max(peaks(schedule))] * schedule.depth
-    tails = remaining(schedule, costs)
-    ranks = (as_drawn(schedule), gradients_first(schedule), {op: -tail for op, tail in tails.items()})
-    found = (list_schedule(schedule, costs, rank, limits, patience=p) for rank in ranks for p in (0, 1))
+    plans = plans_for(schedule)[: max(OPS_TRIED // len(schedule.walked), 1)]
+    found = (list_schedule(schedule, costs, plan, limits) for plan in plans)
     return min((with_updates(order, sync) for order in (schedule, *found)), key=lambda order: makespan(order, costs))
+
+
+OPS_TRIED = 250_000  # a few seconds
+
+
+def plans_for(schedule: Schedule) -> list[Plan]:
+    """Plans worth trying, the best first: to depart from the order of `schedule` a little, more, at will."""
+    drawn = as_drawn(schedule)
+    patiences = (0, 0.5) if schedule.split else (0,)
+    near = [Plan(drawn, window, patience) for window in (2, 4, 1, 8, 0) for patience in patiences]
+    return [*near, Plan(gradients_first(schedule))]
 
 
 def peaks(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[float]:
@@ -42,52 +67,35 @@ def peaks(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[floa
 
 
 def as_drawn(schedule: Schedule) -> Rank:
-    """Earlier in `schedule`, earlier here: its order, but for what is not ready when its turn comes."""
+    """Earlier in `schedule`, earlier here."""
     return {op: place for order in schedule.orders for place, op in enumerate(order)}
 
 
 def gradients_first(schedule: Schedule) -> Rank:
-    """Backward before forward before weight gradient, the older micro-batch first."""
-    classes = {Kind.BACKWARD: 0, Kind.INPUT: 0, Kind.FORWARD: 1, Kind.WEIGHT: 2}
+    """Backward before forward, the older micro-batch first."""
     many = schedule.micro_batches
-    return {op: classes[op.kind] * many + op.index for _, op in schedule.walked if op.kind in COMPUTE}
-
-
-def remaining(schedule: Schedule, costs: OpCosts) -> dict[Op, float]:
-    """Seconds from the start of each compute op to the end of all that waits for it, were workers always free."""
-    tails: dict[Op, float] = defaultdict(int)
-    for worker, op in reversed(schedule.walked):
-        if op.kind in COMPUTE:
-            tails[op] += costs.seconds(op)
-            for need in schedule.needed[op]:
-                source = schedule.worker(need)
-                way = costs.transfer(need, source, worker) if source != worker else 0
-                tails[need] = max(tails[need], way + tails[op])
-    return tails
+    return {op: op.index + (op.kind is Kind.FORWARD) * many for order in schedule.orders for op in order}
 
 
 def list_schedule(
     schedule: Schedule,
     costs: OpCosts,
-    rank: Rank,
+    plan: Plan,
     limits: Sequence[float],
     sizes: Sequence[float] | None = None,
-    patience: float = 0,
 ) -> Schedule:
     """Put the compute ops of `schedule` in a new order, made for `costs`; other ops are left out.
 
-    Only the placement, and which backwards are split, is taken from `schedule`. Of the ops that are ready
-    a worker does the one of the smallest rank. `limits[w]` is the memory of worker `w`, `sizes[s]` what
-    stage `s` keeps of a micro-batch from its forward to the end of its backward, both in bytes or, by
-    default, in activations. A weight gradient is not begun if something else is known to arrive within
-    `patience` times its length.
+    Only the placement, and which backwards are split, is taken from `schedule`. Of the ops that are ready a
+    worker chooses by `plan`. `limits[w]` is the memory of worker `w`, `sizes[s]` what stage `s` keeps of a
+    micro-batch from its forward to the end of its backward, both in bytes or, by default, in activations.
 
     No order deadlocks, and none fills the memory with forwards that cannot finish: what the oldest
     micro-batch under way will need is always kept free, so it can finish and free what it holds; then the
     next is the oldest. Raises `ScheduleError` if a worker cannot hold even one micro-batch.
     """
     memory = _Memory(schedule, limits, sizes or [1] * schedule.stages)
-    run = _Run(schedule, costs, rank, memory, patience)
+    run = _Run(schedule, costs, memory, plan)
     orders: list[list[Op]] = [[] for _ in range(schedule.depth)]
     for worker, op in run:
         orders[worker].append(op)
@@ -137,15 +145,11 @@ class _Memory:
 class _Run:
     """One pass of the list scheduler over the time line."""
 
-    def __init__(self, schedule: Schedule, costs: OpCosts, rank: Rank, memory: _Memory, patience: float) -> None:
-        self._schedule, self._costs, self._rank = schedule, costs, rank
-        self._memory, self._patience = memory, patience
-        self._events: list[tuple[float, int, int, Op | None]] = []  # an op is ready, or a worker free
+    def __init__(self, schedule: Schedule, costs: OpCosts, memory: _Memory, plan: Plan) -> None:
+        self._schedule, self._costs, self._memory, self._plan = schedule, costs, memory, plan
+        self._events: list[tuple[float, int, int, Op | None]] = []  # an op has all it needs, or a worker is free
         self._turn = count()
-        self._ranked: list[list[tuple[float, Op]]] = [[] for _ in schedule.orders]  # all that is ready but forwards
-        self._forwards: list[list[tuple[float, Op]]] = [[] for _ in schedule.orders]
-        self._ready: list[dict[int, Op]] = [{} for _ in schedule.orders]  # the forwards, by micro-batch
-        self._coming: list[list[float]] = [[] for _ in schedule.orders]  # arrivals of all but weight gradients
+        self._lines = [_Line(order, plan) for order in schedule.orders]
         self._free: list[float] = [0] * schedule.depth
         self._missing: dict[Op, int] = {}
         self._users: dict[Op, list[Op]] = defaultdict(list)
@@ -167,7 +171,7 @@ class _Run:
         worker, at = self._schedule.worker(op), self._arrival[op]
         heappush(self._events, (at, worker, next(self._turn), op))
         if op.kind is not Kind.WEIGHT:
-            heappush(self._coming[worker], at)
+            heappush(self._lines[worker].coming, at)
 
     def __iter__(self) -> Iterator[tuple[int, Op]]:
         """Yield the ops and their workers as they start."""
@@ -178,15 +182,8 @@ class _Run:
                 _, worker, _, op = heappop(self._events)
                 touched.add(worker)
                 if op is not None:
-                    self._lay_out(worker, op)
+                    self._lines[worker].add(op)
             yield from self._dispatch(now, touched)
-
-    def _lay_out(self, worker: int, op: Op) -> None:
-        if op.kind is Kind.FORWARD:
-            self._ready[worker][op.index] = op
-            heappush(self._forwards[worker], (self._rank[op], op))
-        else:
-            heappush(self._ranked[worker], (self._rank[op], op))
 
     def _dispatch(self, now: float, workers: set[int]) -> Iterator[tuple[int, Op]]:
         while workers:
@@ -199,35 +196,16 @@ class _Run:
                     workers.update(range(self._schedule.depth))
 
     def _choice(self, now: float, worker: int) -> Op | None:
-        forward, other = self._forward(worker), self._ranked[worker][0] if self._ranked[worker] else None
-        if forward and (other is None or forward < other):
-            return forward[1]
-        if other is None or (other[1].kind is Kind.WEIGHT and self._worth_waiting(now, worker, other[1])):
-            return None
-        return other[1]
-
-    def _forward(self, worker: int) -> tuple[float, Op] | None:
-        """The best forward for which there is memory."""
-        line, ready = self._forwards[worker], self._ready[worker]
-        while line and line[0][1].index not in ready:
-            heappop(line)
-        if not line or self._memory.admits(worker, line[0][1]):
-            return line[0] if line else None
-        oldest = ready.get(self._memory.oldest)
-        return None if oldest is None else (self._rank[oldest], oldest)
-
-    def _worth_waiting(self, now: float, worker: int, weight: Op) -> bool:
-        coming = self._coming[worker]
-        while coming and coming[0] <= now:
-            heappop(coming)
-        return bool(coming) and coming[0] < now + self._patience * self._costs.seconds(weight)
+        line = self._lines[worker]
+        op = line.best(lambda op: self._memory.admits(worker, op), self._memory.oldest)
+        if op is None and line.weights:
+            patience = self._plan.patience * self._costs.seconds(line.weights[0])
+            return None if line.arrives(now, now + patience) else line.weights[0]
+        return op
 
     def _start(self, now: float, worker: int, op: Op) -> bool:
         """Do `op`; True when others, that are idle for want of memory, may now go on."""
-        if op.kind is Kind.FORWARD:
-            del self._ready[worker][op.index]
-        else:
-            heappop(self._ranked[worker])
+        self._lines[worker].remove(op)
         end = free = now + self._costs.seconds(op)
         for user in self._users[op]:
             target = self._schedule.worker(user)
@@ -241,3 +219,59 @@ class _Run:
         self._free[worker] = free
         heappush(self._events, (free, worker, next(self._turn), None))
         return self._memory.start(worker, op)
+
+
+class _Line:
+    """The ops of one worker that are ready, in line for it."""
+
+    def __init__(self, order: tuple[Op, ...], plan: Plan) -> None:
+        self._rank, self._window = plan.rank, plan.window
+        line = (op for op in order if op.kind in COMPUTE and op.kind is not Kind.WEIGHT)
+        self._drawn = sorted(line, key=self._rank.__getitem__) if self._window < inf else []
+        self._head = 0
+        self._started: set[Op] = set()
+        self._heaps: dict[bool, list[tuple[float, Op]]] = {True: [], False: []}  # forwards, and gradients
+        self._ready: dict[int, Op] = {}  # both, by micro-batch: it can have one only
+        self.weights: deque[Op] = deque()
+        self.coming: list[float] = []  # when others than weight gradients will be ready
+
+    def add(self, op: Op) -> None:
+        if op.kind is Kind.WEIGHT:
+            self.weights.append(op)
+        else:
+            self._ready[op.index] = op
+            heappush(self._heaps[op.kind is Kind.FORWARD], (self._rank[op], op))
+
+    def remove(self, op: Op) -> None:
+        if op.kind is Kind.WEIGHT:
+            self.weights.popleft()
+        else:
+            del self._ready[op.index]
+            self._started.add(op)
+
+    def best(self, admits: Callable[[Op], bool], oldest: int) -> Op | None:
+        """The forward or gradient of the smallest rank that may go; the oldest micro-batch's always may."""
+        tops = (self._top(self._heaps[forward]) for forward in (True, False))
+        ranked = [(self._rank[op], op) for op in (*tops, self._ready.get(oldest)) if op is not None]
+        for _, op in sorted(ranked):
+            if op.index == oldest or (self._in_window(op) and (op.kind is not Kind.FORWARD or admits(op))):
+                return op
+        return None
+
+    def _top(self, heap: list[tuple[float, Op]]) -> Op | None:
+        while heap and heap[0][1] in self._started:
+            heappop(heap)
+        return heap[0][1] if heap else None
+
+    def _in_window(self, op: Op) -> bool:
+        if self._window == inf:
+            return True
+        while self._drawn[self._head] in self._started:
+            self._head += 1
+        return op in self._drawn[self._head : self._head + 1 + int(self._window)]
+
+    def arrives(self, now: float, by: float) -> bool:
+        """Whether another op is known to be ready after `now` and before `by`."""
+        while self.coming and self.coming[0] <= now:
+            heappop(self.coming)
+        return bool(self.coming) and self.coming[0] < by

@@ -1,7 +1,17 @@
 """What a schedule will cost, before it runs. Needs neither torch nor MPI."""
 
-from .costs import Costs
-from .memory import peak_activations, weight_versions
-from .simulate import simulate
+from .costs import Costs, Link
+from .memory import Level, memory_curve, peak_activations, peak_bytes, weight_versions
+from .simulate import simulate, steady_step_s
 
-__all__ = ["Costs", "peak_activations", "simulate", "weight_versions"]
+__all__ = [
+    "Costs",
+    "Level",
+    "Link",
+    "memory_curve",
+    "peak_activations",
+    "peak_bytes",
+    "simulate",
+    "steady_step_s",
+    "weight_versions",
+]

@@ -1,13 +1,29 @@
 """Pipeline schedules as values. Needs nothing beyond the standard library."""
 
 from .check import check
-from .ops import COMPUTE, Deadlock, Kind, Message, Op, Place, Schedule, ScheduleError, messages, needs, walk
+from .list_scheduler import Plan, list_schedule, ordered_for
+from .ops import (
+    COMPUTE,
+    FREES,
+    Deadlock,
+    Kind,
+    Message,
+    Op,
+    Place,
+    Schedule,
+    ScheduleError,
+    messages,
+    needs,
+    repeat,
+    walk,
+)
 from .schemes import ALIASES, SCHEMES, build, nearest, options_of, used_versions
 from .sync import SYNCS
 
 __all__ = [
     "ALIASES",
     "COMPUTE",
+    "FREES",
     "SCHEMES",
     "SYNCS",
     "Deadlock",
@@ -15,14 +31,18 @@ __all__ = [
     "Message",
     "Op",
     "Place",
+    "Plan",
     "Schedule",
     "ScheduleError",
     "build",
     "check",
+    "list_schedule",
     "messages",
     "nearest",
     "needs",
     "options_of",
+    "ordered_for",
+    "repeat",
     "used_versions",
     "walk",
 ]

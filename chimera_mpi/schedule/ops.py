@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
@@ -165,6 +165,19 @@ def messages(schedule: Schedule) -> Iterator[Message]:
             for need in needs(schedule, op):
                 if need.stage != op.stage:
                     yield Message(need, schedule.worker(need), worker)
+
+
+def repeat(schedule: Schedule, steps: int) -> Schedule:
+    """`steps` steps of `schedule` in a row, without a barrier: a worker begins the next when its own is done.
+
+    Micro-batches and updates are numbered on.
+    """
+    counts = {kind: schedule.micro_batches if kind in COMPUTE else schedule.updates for kind in Kind}
+    orders = (
+        tuple(op._replace(index=op.index + step * counts[op.kind]) for step in range(steps) for op in order)
+        for order in schedule.orders
+    )
+    return replace(schedule, orders=tuple(orders))
 
 
 class ScheduleError(InputError):

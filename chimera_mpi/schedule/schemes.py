@@ -285,39 +285,34 @@ def zb_v(depth: int, micro_batches: int) -> Schedule:
 
 
 def v_half(depth: int, micro_batches: int) -> Schedule:
-    """Half the memory of 1F1B for about half its bubble (Qi et al. 2024, "controllable memory")."""
-    return building_block("v_half", depth, micro_batches, (2, 1, 2, 1))
+    """About half the memory and half the bubble of 1F1B ("controllable memory", Qi et al. 2024).
+
+    P0   F0  .  .  .  .  . F1 f0 I0 W0 i0 w0 F2 f1 I1 W1 i1 w1
+    """
+    return building_block("v_half", depth, micro_batches, (2, 1, 2, 1), (1, 0 if depth % 2 else 3, 0))
 
 
 def v_min(depth: int, micro_batches: int) -> Schedule:
-    """A third of the memory of 1F1B for about two thirds of its bubble (Qi et al. 2024, "controllable memory")."""
-    return building_block("v_min", depth, micro_batches, (1, 1, 1, 1))
+    """About a third of the memory of 1F1B and two thirds of its bubble ("controllable memory", Qi et al. 2024)."""
+    return building_block("v_min", depth, micro_batches, (1, 1, 1, 1), (0, 0 if depth % 3 else 2, 0))
 
 
-def building_block(scheme: str, depth: int, micro_batches: int, paces: tuple[int, ...]) -> Schedule:
+def building_block(
+    scheme: str, depth: int, micro_batches: int, paces: tuple[int, ...], waits: tuple[int, ...]
+) -> Schedule:
     """Every micro-batch does the same, six slots after the one before, on a V of half stages.
 
-    Its trip has four legs: down and up the V, and back down and up; `paces` are their slots a worker. The
-    sum of the paces is the memory: a worker keeps a half stage for `sum * depth` of every 6 slots. A leg
-    starts as soon as its slots are free, counted modulo six. Six slots hold the four ops of a worker and its
-    two weight gradients, so nothing but the ramps is idle.
+    Its trip has four legs: down and up the V, and back down and up. `paces` are the slots of a leg from
+    worker to worker: their sum is the memory, since a worker keeps a half stage for about `sum * depth` of
+    every six slots. `waits` at the three turns see to it that no two ops of a worker want the same
+    slot, counted modulo six. Four ops and two weight gradients fill the six: only the ramps are idle.
     """
-    taken: set[tuple[int, int]] = set()
-    slots: list[list[int]] = []
-    end = 0
-    for leg, pace in enumerate(paces):
-        workers = zigzag(depth, 2)[leg * depth :][:depth]
-        start = next(start for start in range(end, end + 6) if not taken & _residues(start, pace, workers))
-        taken |= _residues(start, pace, workers)
-        slots.append([start + pace * hop for hop in range(depth)])
-        end = slots[-1][-1] + 1
-    forth, back = slots[0] + slots[1], (slots[2] + slots[3])[::-1]
-    trips = (Trip(0, 6 * n, 6 * n) for n in range(micro_batches))
-    return weave(scheme, [zigzag(depth)], trips, in_gaps, forth, back)
-
-
-def _residues(start: int, pace: int, workers: list[int]) -> set[tuple[int, int]]:
-    return {(worker, (start + pace * hop) % 6) for hop, worker in enumerate(workers)}
+    slots: list[int] = []
+    for pace, wait in zip(paces, (0, *waits), strict=True):
+        start = slots[-1] + 1 + wait if slots else 0
+        slots += (start + pace * hop for hop in range(depth))
+    forth, back = slots[: 2 * depth], slots[: 2 * depth - 1 : -1]
+    return weave(scheme, [zigzag(depth)], (Trip(0, 6 * n, 6 * n) for n in range(micro_batches)), in_gaps, forth, back)
 
 
 def dualpipe(depth: int, micro_batches: int) -> Schedule:

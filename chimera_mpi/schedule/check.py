@@ -2,67 +2,118 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 
+from .explain import fault
+from .list_scheduler import peaks
 from .ops import Kind, Op, Schedule, ScheduleError, walk
+from .schemes import LIVE, STREAMS, used_versions
 
 
 def check(schedule: Schedule) -> Schedule:
-    """Return `schedule` if it can be carried out, else raise `ScheduleError` with the op and worker at fault.
+    """Return `schedule` if it can be carried out, else raise `ScheduleError` with the worker and op at fault.
 
-    An all-reduce may block: workers start those they share in orders that fit. A send never does: a worker
-    goes on at once and waits for its sends at the flush, which the walk has shown every receiver to reach,
-    so synchronous sends change nothing.
+    An all-reduce may block: workers start those they share in one order, and in orders that fit with all
+    else. A send never does: a worker goes on at once and waits for its sends at the flush, which the
+    walk has shown every receiver to reach, so synchronous sends change nothing. In a flush no op comes
+    before an update that it should follow. What a scheme of the registry says it keeps in memory, it keeps.
     """
     _check_placement(schedule)
     _check_each_op_once(schedule)
     walk(schedule)
-    if len(schedule.pipes) > 1:
-        for _ in walk(schedule, _with_blocking_reduces(schedule)):
-            pass
+    _check_collectives(schedule)
+    _check_versions(schedule)
+    _check_memory(schedule)
     return schedule
 
 
 def _check_placement(schedule: Schedule) -> None:
     if len({len(pipe) for pipe in schedule.pipes}) != 1:
         raise ScheduleError(f"{schedule.scheme}: pipelines of {[len(pipe) for pipe in schedule.pipes]} stages")
+    holders = {(p, s): holder for p, pipe in enumerate(schedule.pipes) for s, holder in enumerate(pipe)}
+    for place, worker in holders.items():
+        if not 0 <= worker < schedule.depth:
+            raise ScheduleError(f"{schedule.scheme}: worker {worker} holds {place}, of {schedule.depth} workers")
     for worker, order in enumerate(schedule.orders):
-        for op in order:
-            if not (0 <= op.pipe < len(schedule.pipes) and 0 <= op.stage < schedule.stages):
-                raise ScheduleError(f"{schedule.scheme}: worker {worker} has {op}, but there is no such stage")
-            if schedule.worker(op) != worker:
-                raise ScheduleError(
-                    f"{schedule.scheme}: worker {worker} has {op}, but worker {schedule.worker(op)} holds that stage"
-                )
+        if all(holders.get((pipe, stage)) == worker for _, pipe, stage, _ in order):
+            continue
+        for at, op in enumerate(order):
+            holder = holders.get(op.place)
+            if holder != worker:
+                why = "there is no such stage" if holder is None else f"worker {holder} holds that stage"
+                raise fault(schedule, worker, at, why)
 
 
 def _check_each_op_once(schedule: Schedule) -> None:
-    for op, times in Counter(op for order in schedule.orders for op in order).items():
-        if times > 1:
-            raise ScheduleError(f"{schedule.scheme}: worker {schedule.worker(op)} does {op} {times} times")
     done = {op for order in schedule.orders for op in order}
-    for op in expected_ops(schedule):
-        if op not in done:
-            raise ScheduleError(f"{schedule.scheme}: worker {schedule.worker(op)} never does {op}")
-    extra = done.difference(expected_ops(schedule))
-    if extra:
+    if len(done) < sum(map(len, schedule.orders)):
+        raise _doubled(schedule)
+    expected = set(expected_ops(schedule))
+    if missing := expected - done:
+        raise _missing(schedule, min(missing, key=lambda op: (op.index, op.kind, op.place)))
+    if extra := done - expected:
         op = min(extra)
-        raise ScheduleError(f"{schedule.scheme}: worker {schedule.worker(op)} does {op}, which nothing asks for")
+        worker = schedule.worker(op)
+        raise fault(schedule, worker, schedule.orders[worker].index(op), "nothing asks for it")
 
 
-def expected_ops(schedule: Schedule) -> list[Op]:
+def _doubled(schedule: Schedule) -> ScheduleError:
+    for worker, order in enumerate(schedule.orders):
+        first: dict[Op, int] = {}
+        for at, op in enumerate(order):
+            if first.setdefault(op, at) != at:
+                return fault(schedule, worker, at, f"it has done {op} before, {at - first[op]} ops earlier")
+    raise AssertionError("no op is doubled")
+
+
+def _missing(schedule: Schedule, op: Op) -> ScheduleError:
+    """Show the gap behind the last earlier op of the same kind and place."""
+    worker = schedule.worker(op)
+    order = schedule.orders[worker]
+    alike = (at + 1 for at, other in enumerate(order) if other[:3] == op[:3] and other.index < op.index)
+    if not order:
+        return ScheduleError(f"{schedule.scheme}: worker {worker} never does {op}: it does nothing at all")
+    return fault(schedule, worker, min(max(alike, default=0), len(order) - 1), f"worker {worker} never does {op}")
+
+
+def expected_ops(schedule: Schedule) -> Iterator[Op]:
     """All ops that the micro-batches and updates of `schedule` call for, in no order."""
-    ops = []
-    for index, pipe in schedule.pipe_of.items():
+    whole, split = (Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+    for index in range(max(schedule.pipe_of, default=-1) + 1):
+        pipe = schedule.pipe_of.get(index, 0)
         for stage in range(schedule.stages):
-            gradients = {schedule.input_gradient(pipe, stage, index), schedule.weight_gradient(pipe, stage, index)}
-            ops += [Op(Kind.FORWARD, pipe, stage, index), *gradients]
+            for kind in split if (pipe, stage, index) in schedule.split else whole:
+                yield Op(kind, pipe, stage, index)
     for update in range(schedule.updates):
         for pipe in range(len(schedule.pipes)):
             for stage in range(schedule.stages):
-                ops += [Op(kind, pipe, stage, update) for kind in (Kind.REDUCE, Kind.UPDATE)]
-    return ops
+                yield Op(Kind.REDUCE, pipe, stage, update)
+                yield Op(Kind.UPDATE, pipe, stage, update)
+
+
+def _check_collectives(schedule: Schedule) -> None:
+    if len(schedule.pipes) == 1:
+        return
+    holders = [frozenset(pipe[stage] for pipe in schedule.pipes) for stage in range(schedule.stages)]
+    leaders: dict[frozenset[int], tuple[int, list[tuple[int, int]]]] = {}
+    for worker, order in enumerate(schedule.orders):
+        started: dict[frozenset[int], dict[tuple[int, int], None]] = {}
+        for op in order:
+            if op.kind is Kind.REDUCE:
+                started.setdefault(holders[op.stage], {})[op.stage, op.index] = None
+        for group, sequence in started.items():
+            leader, expected = leaders.setdefault(group, (worker, list(sequence)))
+            for (stage, index), other in zip(sequence, expected, strict=True):
+                if (stage, index) != other:
+                    at = next(
+                        at for at, op in enumerate(order) if (*op[::3],) == (Kind.REDUCE, index) and op.stage == stage
+                    )
+                    raise fault(
+                        schedule, worker, at, f"worker {leader} starts the all-reduce of stage {other[0]} first"
+                    )
+    for _ in walk(schedule, _with_blocking_reduces(schedule)):
+        pass
 
 
 def _with_blocking_reduces(schedule: Schedule) -> dict[Op, tuple[Op, ...]]:
@@ -78,3 +129,30 @@ def _with_blocking_reduces(schedule: Schedule) -> dict[Op, tuple[Op, ...]]:
             others = (other for other in replicas if schedule.worker(other) != schedule.worker(op))
             needed[op] += tuple(before[other] for other in others if other in before)
     return needed
+
+
+def _check_versions(schedule: Schedule) -> None:
+    """In a flush, each forward uses the weights that all updates before its own have made."""
+    if schedule.updates < 2 or schedule.scheme in STREAMS:
+        return
+    for forward, version in used_versions(schedule).items():
+        due = schedule.update_of(forward.index)
+        if version != due:
+            worker = schedule.worker(forward)
+            at = schedule.orders[worker].index(forward)
+            raise fault(schedule, worker, at, f"it comes after {version} updates of its stage, not after {due}")
+
+
+def _check_memory(schedule: Schedule) -> None:
+    """Live activations within what the scheme states."""
+    if schedule.scheme not in LIVE:
+        return
+    limit = LIVE[schedule.scheme](schedule)
+    for worker, peak in enumerate(peaks(schedule)):
+        if peak > limit:
+            live, at = 0, -1
+            while live <= limit:
+                at += 1
+                op = schedule.orders[worker][at]
+                live += (op.kind is Kind.FORWARD) - (op.kind in (Kind.BACKWARD, Kind.WEIGHT))
+            raise fault(schedule, worker, at, f"it is the {live}. activation held at once, the scheme allows {limit}")

@@ -61,12 +61,12 @@ class Schedule:
     pipes: tuple[tuple[int, ...], ...]
     orders: tuple[tuple[Op, ...], ...]
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """The number of workers."""
         return len(self.orders)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """The number of stages of each pipeline; more than `depth` when workers hold several."""
         return len(self.pipes[0])

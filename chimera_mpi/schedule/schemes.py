@@ -352,6 +352,28 @@ SCHEMES: dict[str, Callable[..., Schedule]] = {
     "chimera_zb": chimera_zb,
 }
 ALIASES = {"dapple": "1f1b"}
+STREAMS = ("pipedream", "pipedream_2bw")
+
+# The most activations, of one stage each, that a worker ever holds.
+LIVE: dict[str, Callable[[Schedule], int]] = {
+    "naive": lambda schedule: 1,
+    "gpipe": lambda schedule: schedule.micro_batches,
+    "1f1b": lambda schedule: schedule.depth,
+    "gems": lambda schedule: 2,
+    "pipedream": lambda schedule: schedule.depth,
+    "pipedream_2bw": lambda schedule: schedule.depth,
+    "chimera": lambda schedule: 2 * schedule.depth if schedule.micro_batches >= 2 * schedule.depth else schedule.depth,
+    "interleaved": lambda schedule: schedule.stages + schedule.depth - 1,
+    "zb_h1": lambda schedule: schedule.depth,
+    "zb_h2": lambda schedule: 2 * schedule.depth - 1,
+    "zb_v": lambda schedule: schedule.stages,
+    "v_half": lambda schedule: schedule.depth + 2,
+    "v_min": lambda schedule: 2 * (schedule.depth + 3) // 3 + 1,
+    "dualpipe": lambda schedule: schedule.depth + 1,
+    "dualpipe_v": lambda schedule: schedule.stages + 1,
+    "hanayo": lambda schedule: schedule.stages,
+    "chimera_zb": lambda schedule: schedule.depth,
+}
 
 
 def build(

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from .schedule import COMPUTE, Kind, Op, Schedule
+from .schedule import COMPUTE, Kind, Op, Schedule, needs
 
 
 class Span(NamedTuple):
@@ -70,7 +70,7 @@ class Timeline:
         path = [max(spans.values(), key=lambda span: span.end_s)]
         while True:
             span = path[-1]
-            makers = [spans[need] for need in self.schedule.needed[span.op]]
+            makers = [spans[need] for need in needs(self.schedule, span.op)]
             cause = _cause(span, before.get(span.op), makers)
             if cause is None:
                 return tuple(reversed(path))

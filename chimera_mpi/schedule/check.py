@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 
 from .explain import fault
 from .list_scheduler import peaks
-from .ops import Kind, Op, Schedule, ScheduleError, walk
+from .ops import Kind, Needs, Op, Schedule, ScheduleError, needs, walk
 from .schemes import LIVE, STREAMS, used_versions
 
 
@@ -49,9 +48,9 @@ def _check_each_op_once(schedule: Schedule) -> None:
     done = {op for order in schedule.orders for op in order}
     if len(done) < sum(map(len, schedule.orders)):
         raise _doubled(schedule)
-    expected = set(expected_ops(schedule))
+    expected = expected_ops(schedule)
     if missing := expected - done:
-        raise _missing(schedule, min(missing, key=lambda op: (op.index, op.kind, op.place)))
+        raise _missing(schedule, min(map(Op._make, missing), key=lambda op: (op.index, op.kind, op.place)))
     if extra := done - expected:
         op = min(extra)
         worker = schedule.worker(op)
@@ -77,19 +76,22 @@ def _missing(schedule: Schedule, op: Op) -> ScheduleError:
     return fault(schedule, worker, min(max(alike, default=0), len(order) - 1), f"worker {worker} never does {op}")
 
 
-def expected_ops(schedule: Schedule) -> Iterator[Op]:
-    """All ops that the micro-batches and updates of `schedule` call for, in no order."""
-    whole, split = (Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
-    for index in range(max(schedule.pipe_of, default=-1) + 1):
-        pipe = schedule.pipe_of.get(index, 0)
-        for stage in range(schedule.stages):
-            for kind in split if (pipe, stage, index) in schedule.split else whole:
-                yield Op(kind, pipe, stage, index)
-    for update in range(schedule.updates):
-        for pipe in range(len(schedule.pipes)):
-            for stage in range(schedule.stages):
-                yield Op(Kind.REDUCE, pipe, stage, update)
-                yield Op(Kind.UPDATE, pipe, stage, update)
+def expected_ops(schedule: Schedule) -> set[tuple[Kind, int, int, int]]:
+    """All ops that the micro-batches and updates of `schedule` call for."""
+    count = max(schedule.pipe_of, default=-1) + 1
+    trips = {(schedule.pipe_of.get(n, 0), stage, n) for n in range(count) for stage in range(schedule.stages)}
+    updates = set(product(range(len(schedule.pipes)), range(schedule.stages), range(schedule.updates)))
+    split = trips & schedule.split
+    whole = trips - split
+    kinds = {
+        Kind.FORWARD: trips,
+        Kind.BACKWARD: whole,
+        Kind.INPUT: split,
+        Kind.WEIGHT: split,
+        Kind.REDUCE: updates,
+        Kind.UPDATE: updates,
+    }
+    return {(kind, *place) for kind, places in kinds.items() for place in places}
 
 
 def _check_collectives(schedule: Schedule) -> None:
@@ -116,19 +118,21 @@ def _check_collectives(schedule: Schedule) -> None:
         pass
 
 
-def _with_blocking_reduces(schedule: Schedule) -> dict[Op, tuple[Op, ...]]:
+def _with_blocking_reduces(schedule: Schedule) -> Needs:
     """What ops need where an all-reduce holds its worker until every other worker has come to its own.
 
     A worker that holds several replicas of a stage does not wait for itself.
     """
-    before = {op: earlier for order in schedule.orders for earlier, op in pairwise(order)}
-    needed = dict(schedule.needed)
-    for op in needed:
-        if op.kind is Kind.REDUCE:
-            replicas = (op._replace(pipe=pipe) for pipe in range(len(schedule.pipes)))
-            others = (other for other in replicas if schedule.worker(other) != schedule.worker(op))
-            needed[op] += tuple(before[other] for other in others if other in before)
-    return needed
+    before = {op: earlier for order in schedule.orders for earlier, op in pairwise(order) if op.kind is Kind.REDUCE}
+
+    def blocking_needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
+        if op.kind is not Kind.REDUCE:
+            return needs(schedule, op)
+        replicas = (op._replace(pipe=pipe) for pipe in range(len(schedule.pipes)))
+        others = (other for other in replicas if schedule.worker(other) != schedule.worker(op))
+        return (*needs(schedule, op), *(before[other] for other in others if other in before))
+
+    return blocking_needs
 
 
 def _check_versions(schedule: Schedule) -> None:

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from .ops import COMPUTE, FREES, Kind, Op, Schedule, ScheduleError
+from .ops import COMPUTE, FREES, Kind, Op, Schedule, ScheduleError, needs
 from .sync import with_updates
 from .timing import OpCosts, makespan
 
@@ -159,11 +159,11 @@ class _Run:
                 self._expect(op)
 
     def _expect(self, op: Op) -> None:
-        needs = self._schedule.needed[op]
-        self._missing[op] = len(needs)
-        for need in needs:
+        needed = needs(self._schedule, op)
+        self._missing[op] = len(needed)
+        for need in needed:
             self._users[need].append(op)
-        if not needs:
+        if not needed:
             self._announce(op)
 
     def _announce(self, op: Op) -> None:

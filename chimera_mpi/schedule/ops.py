@@ -7,7 +7,7 @@ needs what another place made; `needs` says where that is, and nothing else does
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -110,14 +110,9 @@ class Schedule:
         return index * max(self.updates, 1) // self.micro_batches
 
     @cached_property
-    def needed(self) -> dict[Op, tuple[Op, ...]]:
-        """What each op needs, worked out once for all who ask."""
-        return {op: needs(self, op) for order in self.orders for op in order}
-
-    @cached_property
     def walked(self) -> tuple[tuple[int, Op], ...]:
         """The ops with their workers, each after all it needs (see `walk`)."""
-        return tuple(_walk(self, self.needed))
+        return tuple(_walk(self, needs))
 
     def input_gradient(self, pipe: int, stage: int, index: int) -> Op:
         """The op that makes the gradient of the stage's input."""
@@ -188,16 +183,19 @@ class Deadlock(ScheduleError):
     """Workers wait for each other in a ring, or for an op that no worker does."""
 
 
-def walk(schedule: Schedule, needed: Mapping[Op, tuple[Op, ...]] | None = None) -> Iterator[tuple[int, Op]]:
+Needs = Callable[["Schedule", Op], tuple[Op, ...]]
+
+
+def walk(schedule: Schedule, needs: Needs | None = None) -> Iterator[tuple[int, Op]]:
     """Yield `(worker, op)` so that every op comes after all it needs and after its worker's earlier ops.
 
-    `needed` is what each op needs, if not what the data flow says. Takes time linear in the number of
+    `needs` says what an op needs, if not what the data flow asks for. Takes time linear in the number of
     ops. Raises `Deadlock`, naming the ring of waiting workers.
     """
-    return iter(schedule.walked) if needed is None else _walk(schedule, needed)
+    return _walk(schedule, needs) if needs else iter(schedule.walked)
 
 
-def _walk(schedule: Schedule, needed: Mapping[Op, tuple[Op, ...]]) -> Iterator[tuple[int, Op]]:
+def _walk(schedule: Schedule, needs: Needs) -> Iterator[tuple[int, Op]]:
     rest = [iter(order) for order in schedule.orders]
     heads = [next(ops, None) for ops in rest]
     done: set[Op] = set()
@@ -205,16 +203,19 @@ def _walk(schedule: Schedule, needed: Mapping[Op, tuple[Op, ...]]) -> Iterator[t
     ready = deque(range(len(rest)))
     while ready:
         worker = ready.popleft()
-        op = heads[worker]
-        while op is not None and done.issuperset(needed[op]):
+        op, ops = heads[worker], rest[worker]
+        while op is not None:
+            needed = needs(schedule, op)
+            if not done.issuperset(needed):
+                missing = next(need for need in needed if need not in done)
+                waiting.setdefault(missing, []).append(worker)
+                break
             yield worker, op
             done.add(op)
             if op in waiting:
                 ready.extend(waiting.pop(op))
-            op = next(rest[worker], None)
+            op = next(ops, None)
         heads[worker] = op
-        if op is not None:
-            waiting.setdefault(next(need for need in needed[op] if need not in done), []).append(worker)
     if waiting:
         raise Deadlock(_ring(schedule, {w: (op, need) for need, ws in waiting.items() for w in ws if (op := heads[w])}))
 

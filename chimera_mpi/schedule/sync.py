@@ -54,9 +54,10 @@ def _with_updates(schedule: Schedule, worker: int, sync: str) -> Iterator[Op]:
     order = schedule.orders[worker]
     places = sorted(schedule.places(worker), key=lambda place: (-place[1], place[0]))
     ready = max((at for at, op in enumerate(order) if op.kind is Kind.FORWARD), default=0)
+    last = {op[1:3]: at for at, op in enumerate(order)}
     reduces = defaultdict(list)
     for place in places:
-        ready = max([ready, *(at for at, op in enumerate(order) if op.place == place)])
+        ready = max(ready, last.get(place, 0))
         start = ready if _is_eager(schedule, place[1], sync) else len(order) - 1
         reduces[start].append(Op(Kind.REDUCE, *place, 0))
     for at, op in enumerate(order):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from .ops import Kind, Op, Schedule, walk
+from .ops import Kind, Op, Schedule, needs, walk
 
 
 class OpCosts(Protocol):
@@ -34,11 +34,11 @@ def timed(schedule: Schedule, costs: OpCosts) -> Iterator[tuple[int, Op, float, 
     """
     free: list[float] = [0] * schedule.depth
     ready: dict[Op, float] = {}  # when what an op made is at hand where it was made
-    needed, pipes = schedule.needed, schedule.pipes
+    pipes = schedule.pipes
     sends_to = _targets(schedule) if costs.sends_block else {}
     for worker, op in walk(schedule):
         start = free[worker]
-        for need in needed[op]:
+        for need in needs(schedule, op):
             at = ready[need]
             if need.stage != op.stage and (source := pipes[need.pipe][need.stage]) != worker:
                 at += costs.transfer(need, source, worker)
@@ -55,7 +55,7 @@ def _targets(schedule: Schedule) -> dict[Op, int]:
     return {
         need: worker
         for worker, op in walk(schedule)
-        for need in schedule.needed[op]
+        for need in needs(schedule, op)
         if need.stage != op.stage and schedule.worker(need) != worker
     }
 

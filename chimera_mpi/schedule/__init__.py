@@ -19,6 +19,7 @@ from .ops import (
 )
 from .schemes import ALIASES, SCHEMES, build, nearest, options_of, used_versions
 from .sync import SYNCS
+from .text import dumps, loads, read
 
 __all__ = [
     "ALIASES",
@@ -36,12 +37,15 @@ __all__ = [
     "ScheduleError",
     "build",
     "check",
+    "dumps",
     "list_schedule",
+    "loads",
     "messages",
     "nearest",
     "needs",
     "options_of",
     "ordered_for",
+    "read",
     "repeat",
     "used_versions",
     "walk",

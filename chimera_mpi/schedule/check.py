@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise, product
 
-from .explain import fault
+from .explain import rows_around
 from .list_scheduler import peaks
 from .ops import Kind, Needs, Op, Schedule, ScheduleError, needs, walk
-from .schemes import LIVE, STREAMS, used_versions
+from .schemes import LIVE, SCHEMES, STREAMS, used_versions
 
 
 def check(schedule: Schedule) -> Schedule:
@@ -25,6 +26,18 @@ def check(schedule: Schedule) -> Schedule:
     _check_versions(schedule)
     _check_memory(schedule)
     return schedule
+
+
+def fault(schedule: Schedule, worker: int, at: int, what: str) -> ScheduleError:
+    """An error that says what is wrong with the op at place `at` of a worker's order, and shows it.
+
+    The first line names worker, op and its neighbours; the lines after it are the rows round it.
+    """
+    order = schedule.orders[worker]
+    before = f"after {order[at - 1]}" if at else "first"
+    after = f"before {order[at + 1]}" if at + 1 < len(order) else "last"
+    line = f"{schedule.scheme}: worker {worker}, {order[at]} ({before}, {after}): {what}"
+    return ScheduleError(f"{line}\n{rows_around(schedule.orders, {worker: at})}")
 
 
 def _check_placement(schedule: Schedule) -> None:
@@ -48,13 +61,21 @@ def _check_each_op_once(schedule: Schedule) -> None:
     done = {op for order in schedule.orders for op in order}
     if len(done) < sum(map(len, schedule.orders)):
         raise _doubled(schedule)
-    expected = expected_ops(schedule)
-    if missing := expected - done:
-        raise _missing(schedule, min(map(Op._make, missing), key=lambda op: (op.index, op.kind, op.place)))
-    if extra := done - expected:
+    if (missing := missing_op(schedule)) is not None:
+        raise _missing(schedule, missing)
+    if extra := done - expected_ops(schedule):
         op = min(extra)
         worker = schedule.worker(op)
         raise fault(schedule, worker, schedule.orders[worker].index(op), "nothing asks for it")
+
+
+def missing_op(schedule: Schedule) -> Op | None:
+    """The first op that the others call for and no worker does."""
+    for index in range(len(schedule.pipe_of)):
+        if index not in schedule.pipe_of:
+            return Op(Kind.FORWARD, 0, 0, index)
+    missing = expected_ops(schedule).difference(*schedule.orders)
+    return min(map(Op._make, missing), key=lambda op: (op.index, op.kind, op.place), default=None)
 
 
 def _doubled(schedule: Schedule) -> ScheduleError:
@@ -73,13 +94,17 @@ def _missing(schedule: Schedule, op: Op) -> ScheduleError:
     alike = (at + 1 for at, other in enumerate(order) if other[:3] == op[:3] and other.index < op.index)
     if not order:
         return ScheduleError(f"{schedule.scheme}: worker {worker} never does {op}: it does nothing at all")
-    return fault(schedule, worker, min(max(alike, default=0), len(order) - 1), f"worker {worker} never does {op}")
+    return fault(
+        schedule,
+        worker,
+        min(max(alike, default=0), len(order) - 1),
+        f"hereabouts {op} is missing, worker {worker} never does it",
+    )
 
 
 def expected_ops(schedule: Schedule) -> set[tuple[Kind, int, int, int]]:
     """All ops that the micro-batches and updates of `schedule` call for."""
-    count = max(schedule.pipe_of, default=-1) + 1
-    trips = {(schedule.pipe_of.get(n, 0), stage, n) for n in range(count) for stage in range(schedule.stages)}
+    trips = {(pipe, stage, index) for index, pipe in schedule.pipe_of.items() for stage in range(schedule.stages)}
     updates = set(product(range(len(schedule.pipes)), range(schedule.stages), range(schedule.updates)))
     split = trips & schedule.split
     whole = trips - split
@@ -95,25 +120,22 @@ def expected_ops(schedule: Schedule) -> set[tuple[Kind, int, int, int]]:
 
 
 def _check_collectives(schedule: Schedule) -> None:
+    """Workers that share stages start the all-reduces of those in one order, and could block in them."""
     if len(schedule.pipes) == 1:
         return
-    holders = [frozenset(pipe[stage] for pipe in schedule.pipes) for stage in range(schedule.stages)]
-    leaders: dict[frozenset[int], tuple[int, list[tuple[int, int]]]] = {}
+    sharers = [frozenset(pipe[stage] for pipe in schedule.pipes) for stage in range(schedule.stages)]
+    first: dict[tuple[frozenset[int], int], tuple[int, Op]] = {}
     for worker, order in enumerate(schedule.orders):
-        started: dict[frozenset[int], dict[tuple[int, int], None]] = {}
-        for op in order:
-            if op.kind is Kind.REDUCE:
-                started.setdefault(holders[op.stage], {})[op.stage, op.index] = None
-        for group, sequence in started.items():
-            leader, expected = leaders.setdefault(group, (worker, list(sequence)))
-            for (stage, index), other in zip(sequence, expected, strict=True):
-                if (stage, index) != other:
-                    at = next(
-                        at for at, op in enumerate(order) if (*op[::3],) == (Kind.REDUCE, index) and op.stage == stage
-                    )
-                    raise fault(
-                        schedule, worker, at, f"worker {leader} starts the all-reduce of stage {other[0]} first"
-                    )
+        started: Counter[frozenset[int]] = Counter()
+        reduced: set[tuple[int, int]] = set()
+        for at, op in enumerate(order):
+            if op.kind is Kind.REDUCE and (op.stage, op.index) not in reduced:
+                reduced.add((op.stage, op.index))
+                group = sharers[op.stage]
+                leader, other = first.setdefault((group, started[group]), (worker, op))
+                started[group] += 1
+                if (other.stage, other.index) != (op.stage, op.index):
+                    raise fault(schedule, worker, at, f"worker {leader}, with which it shares it, starts {other} first")
     for _ in walk(schedule, _with_blocking_reduces(schedule)):
         pass
 
@@ -137,7 +159,7 @@ def _with_blocking_reduces(schedule: Schedule) -> Needs:
 
 def _check_versions(schedule: Schedule) -> None:
     """In a flush, each forward uses the weights that all updates before its own have made."""
-    if schedule.updates < 2 or schedule.scheme in STREAMS:
+    if schedule.updates < 2 or schedule.scheme not in SCHEMES or schedule.scheme in STREAMS:
         return
     for forward, version in used_versions(schedule).items():
         due = schedule.update_of(forward.index)

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from .ops import Schedule, ScheduleError
+from collections.abc import Mapping, Sequence
 
-_AROUND = 3  # ops shown to either side of a fault, and workers
+_AROUND = 3  # ops shown to either side of a fault
 
 
-def fault(schedule: Schedule, worker: int, at: int, what: str) -> ScheduleError:
-    """An error that says what is wrong with the op at place `at` of a worker's order, and shows it.
+def rows_around(orders: Sequence[Sequence[object]], faults: Mapping[int, int]) -> str:
+    """The rows of the workers at fault, each at a place in its order, and of those next to them.
 
-    The first line names worker, op and its neighbours; the lines after it are the rows round it, the fault
-    under an arrow.
+    An arrow points to each fault.
     """
-    order = schedule.orders[worker]
-    before = f"after {order[at - 1]}" if at else "first"
-    after = f"before {order[at + 1]}" if at + 1 < len(order) else "last"
-    op = order[at] if at < len(order) else "the end"
-    line = f"{schedule.scheme}: worker {worker}, {op} ({before}, {after}): {what}"
-    return ScheduleError(f"{line}\n{rows_around(schedule, {worker: at})}")
+    shown = {near for worker in faults for near in (worker - 1, worker, worker + 1) if 0 <= near < len(orders)}
+    return "\n".join(_row(worker, orders[worker], faults.get(worker), min(faults.values())) for worker in sorted(shown))
 
 
-def rows_around(schedule: Schedule, faults: dict[int, int]) -> str:
-    """The rows of the workers at fault and of those next to them, with an arrow above each fault."""
-    shown = {near for worker in faults for near in (worker - 1, worker, worker + 1) if 0 <= near < schedule.depth}
-    middle = min(faults.values())
-    lines = []
-    for worker in sorted(shown):
-        at = faults.get(worker)
-        first = max((middle if at is None else at) - _AROUND, 0)
-        words = [str(op) for op in schedule.orders[worker][first : first + 2 * _AROUND + 1]]
-        head = f"  worker {worker}: {'... ' if first else ''}"
-        if at is not None:
-            lines.append(" " * (len(head) + len(" ".join([*words[: at - first], ""]))) + "v")
-        lines.append(head + " ".join(words) + (" ..." if first + len(words) < len(schedule.orders[worker]) else ""))
-    return "\n".join(lines)
+def _row(worker: int, order: Sequence[object], fault: int | None, middle: int) -> str:
+    first = max((middle if fault is None else fault) - _AROUND, 0)
+    last = first + 2 * _AROUND + 1
+    head = [f"  worker {worker}:", *["..."] * (first > 0)]
+    row = " ".join([*head, *map(str, order[first:last]), *["..."] * (last < len(order))])
+    if fault is None:
+        return row
+    return " " * len(" ".join([*head, *map(str, order[first:fault]), ""])) + "v\n" + row

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import InputError
+from .explain import rows_around
 
 
 class Kind(str, Enum):
@@ -221,14 +222,20 @@ def _walk(schedule: Schedule, needs: Needs) -> Iterator[tuple[int, Op]]:
 
 
 def _ring(schedule: Schedule, stuck: dict[int, tuple[Op, Op]]) -> str:
-    """Follow the waits from worker to worker until they close, and say so."""
+    """Follow the waits from worker to worker until they close, and say and show so."""
     worker, seen = min(stuck), []
     while worker in stuck and worker not in seen:
         seen.append(worker)
         worker = schedule.worker(stuck[worker][1])
     if worker not in stuck:
-        op, need = stuck[seen[-1]]
-        return f"{schedule.scheme}: worker {seen[-1]} is at {op} and waits for {need}, which worker {worker} never does"
-    ring = seen[seen.index(worker) :]
-    waits = (f"worker {w} is at {stuck[w][0]} and waits for {stuck[w][1]}" for w in ring)
-    return f"{schedule.scheme}: deadlock: " + ", ".join(waits)
+        ring = seen[-1:]
+        what = f"worker {ring[0]} is at {{}} and waits for {{}}, which worker {worker} never does"
+    elif seen[-1] == worker:
+        ring = [worker]
+        what = f"worker {worker} does {{}} before {{}}, which it needs"
+    else:
+        ring = seen[seen.index(worker) :]
+        what = "deadlock: " + ", ".join(f"worker {w} is at {{}} and waits for {{}}" for w in ring)
+    what = what.format(*(op for worker in ring for op in stuck[worker]))
+    rows = rows_around(schedule.orders, {w: schedule.orders[w].index(stuck[w][0]) for w in ring})
+    return f"{schedule.scheme}: {what}\n{rows}"

@@ -1,8 +1,8 @@
 """The schemes. Each says when a micro-batch enters its pipeline and when it turns round; one loop weaves.
 
-In the drawings a row is a worker and a column a slot: F forward, B backward, I input gradient, W weight
-gradient, each with its micro-batch; lower case on the later of a worker's two stages. Workers that hold
-v stages are drawn with slots of 1/v of the length.
+In the drawings a row is a worker and a column the time that an op takes, the same for all: F forward, B
+backward, I input gradient, W weight gradient, each with its micro-batch; lower case on the later stage of a
+worker that holds two of one pipeline.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def one_f_one_b(depth: int, micro_batches: int) -> Schedule:
     """Enter every other slot, so that forwards and backwards take turns (DAPPLE, Fan et al. 2021).
 
     slot  0  1  2  3  4  5  6  7
-    P0   F0  . F1 B0 F2 B1  . B2
+    P0   F0 F1  . B0 F2 B1  . B2
     P1    . F0 B0 F1 B1 F2 B2  .
     """
     return weave("1f1b", [down(depth)], taking_turns(depth, micro_batches))
@@ -91,10 +91,10 @@ def pipedream(depth: int, micro_batches: int) -> Schedule:
     """1F1B without an end: the weights change after each backward (Narayanan et al. 2019).
 
     A stream over many steps. Forward and backward of a micro-batch use one version of the weights
-    (see `weight_version`), so stage `s` keeps up to `depth - s` versions.
+    (see `used_versions`), so stage `s` keeps up to `depth - s` versions.
 
         slot  0  1  2  3  4  5  6  7
-        P0   F0  . F1 B0 F2 B1  . B2     and R, U after each B
+        P0   F0 F1  . B0 F2 B1  . B2     R, U after each B
         P1    . F0 B0 F1 B1 F2 B2  .
     """
     return with_stream_updates(weave("pipedream", [down(depth)], taking_turns(depth, micro_batches)), micro_batches)
@@ -104,10 +104,10 @@ def pipedream_2bw(depth: int, micro_batches: int, every: int = 0) -> Schedule:
     """1F1B without an end: the weights change every `every` micro-batches (Narayanan et al. 2021).
 
     A stream over many steps, one of `every` micro-batches, `depth` by default and at least. Two versions
-    of the weights are enough (see `weight_version`). Micro-batches over are shared out to the updates.
+    of the weights are enough (see `used_versions`). Micro-batches over are shared out to the updates.
 
         slot  0  1  2  3  4  5  6  7  8  9
-        P0   F0  . F1 B0 F2 B1 F3 B2  . B3     and R, U after B1 and B3
+        P0   F0 F1  . B0 F2 B1 F3 B2  . B3     R, U after B1 and B3
         P1    . F0 B0 F1 B1 F2 B2 F3 B3  .
     """
     every = every or depth
@@ -183,13 +183,11 @@ def plain_units(depth: int, pipes: int, micro_batches: int, start: int, period: 
 
 
 def doubled_unit(depth: int, pipes: int, start: int) -> Iterator[Trip]:
-    """Two forwards in each slot of a plain unit, and a slot for each backward.
+    """The forwards of a plain unit in pairs, and a slot for each of their backwards.
 
-    slot  0  1  2  3  4  5  6  7  8  9 10 11
-    P0   F0  . F2 B2  . B3  . B0  . B1  .  .
-         F1    F3
-    P1    . F0  .  . B0  . B1 B2  . B3  .  .
-            F1
+    slot  0  1  2  3  4  5  6  7
+    P0   F0 F1 F2 F3 B2 B0 B3 B1
+    P1   F2 F3 F0 F1 B0 B2 B1 B3
     """
     for pipe in range(pipes):
         for k in range(2 * depth // pipes):
@@ -202,8 +200,9 @@ def interleaved(depth: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
     Micro-batches go round the ring of workers in groups of `depth`. A slot holds a forward and a backward.
 
-        P0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1  . b2  . b3  . B2  . B3
-        P1    . F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3  . B2  . B3  .
+        slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17
+        P0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1  . b2  . b3 B2 B3
+        P1    . F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3  .
     """
     if chunks < 1:
         raise ScheduleError(f"interleaved needs at least 1 chunk a worker, not {chunks}: try chunks=2")
@@ -217,6 +216,7 @@ def hanayo(depth: int, micro_batches: int, waves: int = 1) -> Schedule:
 
     Chimera's slots, with the way back up the workers as the up pipeline, `waves` times over.
 
+        slot  0  1  2  3  4  5  6  7  8  9
         P0   F0 F1  . f0 b0 f1 b1 B0  . B1
         P1    . F0 f0 F1 f1 b0 B0 b1 B1  .
     """
@@ -237,6 +237,7 @@ def zb_h1(depth: int, micro_batches: int) -> Schedule:
 
     Stage `s` lets `s` weight gradients wait, so each stage keeps as much as the first.
 
+        slot  0  1  2  3  4  5  6  7  8  9
         P0   F0 F1  . I0 W0 F2 I1 W1 I2 W2
         P1    . F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
@@ -246,7 +247,8 @@ def zb_h1(depth: int, micro_batches: int) -> Schedule:
 def zb_h2(depth: int, micro_batches: int) -> Schedule:
     """As `zb_h1` with twice the slots a stage: no bubble between the first and last op of a worker (Qi et al. 2024).
 
-    P0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
+    slot  0  1  2  3  4  5  6  7  8  9 10 11 12
+    P0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3  .
     P1    . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
     trips = (Trip(0, 2 * n, 2 * n + 2 * depth - 1) for n in range(micro_batches))
@@ -278,6 +280,7 @@ def zb_v(depth: int, micro_batches: int) -> Schedule:
 
     `chimera_zb` on twice the workers, cut in half: its up pipeline is the way back up the V.
 
+        slot  0  1  2  3  4  5  6  7  8  9 10 11 12
         P0   F0 F1  . f0 i0 f1 i1 I0 w0 I1 w1 W0 W1
         P1    . F0 f0 F1 f1 i0 I0 i1 I1 w0 W0 w1 W1
     """
@@ -287,13 +290,20 @@ def zb_v(depth: int, micro_batches: int) -> Schedule:
 def v_half(depth: int, micro_batches: int) -> Schedule:
     """About half the memory and half the bubble of 1F1B ("controllable memory", Qi et al. 2024).
 
-    P0   F0  .  .  .  .  . F1 f0 I0 W0 i0 w0 F2 f1 I1 W1 i1 w1
+    slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20 21
+    P0   F0  .  . f0 F1 i0 w0 f1 F2 I0 W0 i1 w1 f2  . I1 W1 i2 w2  . I2 W2
+    P1    . F0 f0  .  . F1 f1 i0 I0 w0 F2 W0 f2 i1 I1 w1 W1  . i2 I2 w2 W2
     """
     return building_block("v_half", depth, micro_batches, (2, 1, 2, 1), (1, 0 if depth % 2 else 3, 0))
 
 
 def v_min(depth: int, micro_batches: int) -> Schedule:
-    """About a third of the memory of 1F1B and two thirds of its bubble ("controllable memory", Qi et al. 2024)."""
+    """About a third of the memory of 1F1B and two thirds of its bubble ("controllable memory", Qi et al. 2024).
+
+    slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20
+    P0   F0  .  . f0 i0 w0 F1 I0 W0 f1 i1 w1 F2 I1 W1 f2 i2 w2  . I2 W2
+    P1    . F0 f0  .  . i0 I0 F1 f1 w0 W0 i1 I1 F2 f2 w1 W1 i2 I2 w2 W2
+    """
     return building_block("v_min", depth, micro_batches, (1, 1, 1, 1), (0, 0 if depth % 3 else 2, 0))
 
 
@@ -319,6 +329,10 @@ def dualpipe(depth: int, micro_batches: int) -> Schedule:
     """1F1B in both directions, a forward of one beside a backward of the other in each slot (DeepSeek-V3, 2024).
 
     A weight gradient follows its input gradient at once.
+
+        slot  0  1  2  3  4  5  6  7  8  9 10 11
+        P0   F0 F2 I2 W2 F1 I0 W0 F3 I3 W3 I1 W1
+        P1   F2 F0 I0 W0 F3 I2 W2 F1 I1 W1 I3 W3
     """
     _need_even(depth, "dualpipe")
     shares = enumerate(even_shares(micro_batches, 2))
@@ -327,7 +341,12 @@ def dualpipe(depth: int, micro_batches: int) -> Schedule:
 
 
 def dualpipe_v(depth: int, micro_batches: int) -> Schedule:
-    """`dualpipe` on twice the workers, cut in half: its up pipeline is the way back up a V of half stages."""
+    """`dualpipe` on twice the workers, cut in half: its up pipeline is the way back up a V of half stages.
+
+    slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19
+    P0   F0 F1  . f0 i0 w0 F2 f1 i1 w1 I0 W0 f2 i2 w2 I1 W1  . I2 W2
+    P1    . F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 I1 W1 i2 w2 I2 W2  .
+    """
     trips = (Trip(0, 2 * n, 2 * n + 2 * depth - 0.5) for n in range(micro_batches))
     return weave("dualpipe_v", [zigzag(depth)], trips, trailing(lambda worker: 0))
 
@@ -359,7 +378,7 @@ LIVE: dict[str, Callable[[Schedule], int]] = {
     "naive": lambda schedule: 1,
     "gpipe": lambda schedule: schedule.micro_batches,
     "1f1b": lambda schedule: schedule.depth,
-    "gems": lambda schedule: 2,
+    "gems": lambda schedule: 1,
     "pipedream": lambda schedule: schedule.depth,
     "pipedream_2bw": lambda schedule: schedule.depth,
     "chimera": lambda schedule: 2 * schedule.depth if schedule.micro_batches >= 2 * schedule.depth else schedule.depth,
@@ -368,7 +387,7 @@ LIVE: dict[str, Callable[[Schedule], int]] = {
     "zb_h2": lambda schedule: 2 * schedule.depth - 1,
     "zb_v": lambda schedule: schedule.stages,
     "v_half": lambda schedule: schedule.depth + 2,
-    "v_min": lambda schedule: 2 * (schedule.depth + 3) // 3 + 1,
+    "v_min": lambda schedule: 2 - (-2 * schedule.depth // 3),
     "dualpipe": lambda schedule: schedule.depth + 1,
     "dualpipe_v": lambda schedule: schedule.stages + 1,
     "hanayo": lambda schedule: schedule.stages,

@@ -91,10 +91,10 @@ def pipedream(depth: int, micro_batches: int) -> Schedule:
     """1F1B without an end: the weights change after each backward (Narayanan et al. 2019).
 
     A stream over many steps. Forward and backward of a micro-batch use one version of the weights
-    (see `used_versions`), so stage `s` keeps up to `depth - s` versions.
+    (see `used_versions`), so stage `s` keeps up to `depth - s` versions. R and U follow each B.
 
         slot  0  1  2  3  4  5  6  7
-        P0   F0 F1  . B0 F2 B1  . B2     R, U after each B
+        P0   F0 F1  . B0 F2 B1  . B2
         P1    . F0 B0 F1 B1 F2 B2  .
     """
     return with_stream_updates(weave("pipedream", [down(depth)], taking_turns(depth, micro_batches)), micro_batches)
@@ -105,9 +105,10 @@ def pipedream_2bw(depth: int, micro_batches: int, every: int = 0) -> Schedule:
 
     A stream over many steps, one of `every` micro-batches, `depth` by default and at least. Two versions
     of the weights are enough (see `used_versions`). Micro-batches over are shared out to the updates.
+    Below, R and U follow B1 and B3.
 
         slot  0  1  2  3  4  5  6  7  8  9
-        P0   F0 F1  . B0 F2 B1 F3 B2  . B3     R, U after B1 and B3
+        P0   F0 F1  . B0 F2 B1 F3 B2  . B3
         P1    . F0 B0 F1 B1 F2 B2 F3 B3  .
     """
     every = every or depth

@@ -18,6 +18,7 @@ from .ops import (
     walk,
 )
 from .schemes import ALIASES, SCHEMES, build, nearest, options_of, used_versions
+from .search import Found, improve, lower_bound
 from .sync import SYNCS
 from .text import dumps, loads, read
 
@@ -28,6 +29,7 @@ __all__ = [
     "SCHEMES",
     "SYNCS",
     "Deadlock",
+    "Found",
     "Kind",
     "Message",
     "Op",
@@ -38,8 +40,10 @@ __all__ = [
     "build",
     "check",
     "dumps",
+    "improve",
     "list_schedule",
     "loads",
+    "lower_bound",
     "messages",
     "nearest",
     "needs",

@@ -14,7 +14,7 @@ from .timing import OpCosts, timed
 
 Progress = Callable[[int, float, float], None]  # moves tried, best makespan so far, lower bound
 
-_FARTHEST = 6  # places that an op moves at most
+_FARTHEST = 3  # places that an op moves at most
 
 
 @dataclass(frozen=True)

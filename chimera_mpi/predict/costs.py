@@ -114,7 +114,12 @@ class Costs:
 
 
 def at_stage(value: PerStage, stage: int) -> float:
-    return value[stage] if isinstance(value, (tuple, list)) else value  # type: ignore[return-value]
+    """The value of one stage; an InputError if there are not so many."""
+    if not isinstance(value, (tuple, list)):
+        return value  # type: ignore[return-value]
+    if stage >= len(value):
+        raise InputError(f"there is a stage {stage}, but costs for {len(value)} stages only: give one for each")
+    return value[stage]
 
 
 def per_stage(function: Callable[..., float], *values: PerStage) -> PerStage:

@@ -125,8 +125,7 @@ class _Memory:
         self.oldest = next(self._line, -1)
 
     def admits(self, worker: int, forward: Op) -> bool:
-        if forward.index == self.oldest:
-            return True
+        """Whether there is memory for a forward that is not of the oldest, which always has its own."""
         left = self._free[worker] - self._sizes[forward.stage]
         return left + self._held[self.oldest][worker] >= self._enough[worker]
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chimera_mpi.errors import InputError
 from chimera_mpi.predict import Costs, Link, peak_activations, simulate
 from chimera_mpi.schedule import SCHEMES, Kind, Plan, ScheduleError, build, check, improve, list_schedule, lower_bound
 from chimera_mpi.schedule.list_scheduler import gradients_first, peaks, plans_for
@@ -118,3 +119,8 @@ def test_forwards_do_not_fill_the_memory_of_a_v():
     found = list_schedule(drawn, Costs(), plans_for(drawn)[-1], [2] * 4)
     assert max(peaks(found)) == 2
     assert sum(op.kind is Kind.FORWARD for op in found.orders[0]) == 12
+
+
+def test_costs_for_too_few_stages():
+    with pytest.raises(InputError, match="there is a stage 2, but costs for 2 stages only"):
+        build("zb_v", 2, 4, costs=Costs(forward_s=[1, 2]))

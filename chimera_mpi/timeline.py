@@ -54,20 +54,28 @@ class Timeline:
         return sum(self.idle_ratios) / len(self.idle_ratios)
 
     @cached_property
+    def exposed_allreduce_s(self) -> tuple[float, ...]:
+        """For each worker, the seconds it waits for all-reduces: what is idle just before its updates."""
+        return tuple(
+            sum(later.start_s - earlier.end_s for earlier, later in pairwise(row) if later.op.kind is Kind.UPDATE)
+            for row in self.rows
+        )
+
+    @cached_property
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of compute ops, first to last, in which each waited for the one before it."""
-        by_op = {span.op: span for span in self.spans if span.op.kind in COMPUTE}
-        before = {}
+        spans = {span.op: span for span in self.spans if span.op.kind in COMPUTE}
+        before: dict[Op, Span] = {}
         for row in self.rows:
-            compute = [span for span in row if span.op.kind in COMPUTE]
-            before.update({later.op: earlier.op for earlier, later in pairwise(compute)})
-        path = [max(by_op.values(), key=lambda span: span.end_s)]
+            before.update((later.op, earlier) for earlier, later in pairwise(s for s in row if s.op.kind in COMPUTE))
+        path = [max(spans.values(), key=lambda span: span.end_s)]
         while True:
-            op = path[-1].op
-            causes = [*needs(self.schedule, op), *([before[op]] if op in before else [])]
-            if not causes:
+            span = path[-1]
+            makers = [spans[need] for need in needs(self.schedule, span.op)]
+            cause = _cause(span, before.get(span.op), makers)
+            if cause is None:
                 return tuple(reversed(path))
-            path.append(max((by_op[cause] for cause in causes), key=lambda span: span.end_s))
+            path.append(cause)
 
     def on_critical_path(self, *kinds: Kind) -> int:
         """How many ops of these kinds the critical path has: C_f and C_b of the paper (Section 3.4)."""
@@ -94,3 +102,14 @@ def breakdown(row: Sequence[Span], start_s: float) -> Breakdown:
             spent = spent._replace(allreduce_wait_s=spent.allreduce_wait_s + gap, update_s=spent.update_s + busy)
         start_s = span.end_s
     return spent
+
+
+def _cause(span: Span, before: Span | None, makers: list[Span]) -> Span | None:
+    """What `span` waited for: what its worker did before, or what came last of all it needs.
+
+    If the worker was idle in between, by more than it takes to turn to the next op, it waited for a message.
+    """
+    sent = [maker for maker in makers if maker.worker != span.worker]
+    if before and sent and span.start_s - before.end_s > (span.end_s - span.start_s) / 100:
+        return max(sent, key=lambda maker: maker.end_s)
+    return max([*makers, *([before] if before else [])], key=lambda cause: cause.end_s, default=None)

@@ -2,39 +2,84 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from ..schedule import Kind, Schedule, walk
-
-# The op that frees what a forward keeps: the whole backward, or its second half.
-_FREES = (Kind.BACKWARD, Kind.WEIGHT)
+from ..schedule import COMPUTE, FREES, Kind, Op, Place, Schedule, used_versions
+from ..schedule.list_scheduler import peaks
+from ..timeline import Span, Timeline
+from .costs import PerStage, at_stage
 
 
 def peak_activations(schedule: Schedule) -> list[int]:
     """The most micro-batch activations that each worker holds at once, counted over its stages."""
-    peaks = []
-    for order in schedule.orders:
-        live = peak = 0
-        for op in order:
-            live += (op.kind is Kind.FORWARD) - (op.kind in _FREES)
-            peak = max(peak, live)
-        peaks.append(peak)
-    return peaks
+    return [int(peak) for peak in peaks(schedule)]
+
+
+class Level(NamedTuple):
+    """What a worker holds from a moment on."""
+
+    start_s: float
+    size_bytes: float
+
+
+def memory_curve(
+    timeline: Timeline, activation_bytes: PerStage = 1, weight_bytes: PerStage = 0
+) -> tuple[tuple[Level, ...], ...]:
+    """What each worker holds over time, in bytes if given so for each stage, else in activations.
+
+    A forward takes `activation_bytes` of its stage as it starts; the end of its backward, or of its weight
+    gradient, gives them back. `weight_bytes` of each stage a worker has, and of each version of them that it
+    must keep (see `weight_versions`), it holds all the time.
+    """
+    versions = weight_versions(timeline.schedule)
+    return tuple(
+        tuple(_levels(row, activation_bytes, versions[worker] * _weights(timeline.schedule, worker, weight_bytes)))
+        for worker, row in enumerate(timeline.rows)
+    )
+
+
+def _weights(schedule: Schedule, worker: int, weight_bytes: PerStage) -> float:
+    return sum(at_stage(weight_bytes, stage) for _, stage in schedule.places(worker))
+
+
+def _levels(row: tuple[Span, ...], activation_bytes: PerStage, held: float) -> Iterator[Level]:
+    yield Level(0, held)
+    for span in row:
+        size_bytes = at_stage(activation_bytes, span.op.stage)
+        if span.op.kind is Kind.FORWARD:
+            yield Level(span.start_s, held := held + size_bytes)
+        elif span.op.kind in FREES:
+            yield Level(span.end_s, held := held - size_bytes)
+
+
+def peak_bytes(timeline: Timeline, activation_bytes: PerStage = 1, weight_bytes: PerStage = 0) -> tuple[Level, ...]:
+    """The most that each worker holds at once, and when it first does (see `memory_curve`)."""
+    curves = memory_curve(timeline, activation_bytes, weight_bytes)
+    return tuple(max(levels, key=lambda level: level.size_bytes) for levels in curves)
 
 
 def weight_versions(schedule: Schedule) -> list[int]:
-    """The most versions of one stage's weights that each worker must keep, the current one included."""
-    now: Counter = Counter()
-    held: dict[tuple, Counter] = defaultdict(Counter)
-    used: dict[tuple, int] = {}
-    peaks = [0] * schedule.depth
-    for worker, op in walk(schedule):
-        if op.kind is Kind.FORWARD:
-            used[op[1:]] = now[op.place]
-            held[op.place][now[op.place]] += 1
-        elif op.kind in _FREES:
-            held[op.place] -= Counter([used.pop(op[1:])])
-        elif op.kind is Kind.UPDATE:
-            now[op.place] += 1
-        peaks[worker] = max(peaks[worker], len({now[op.place], *held[op.place]}))
-    return peaks
+    """The most versions of one stage's weights that each worker must keep, the current one included.
+
+    A version is kept from the update that makes it to the last op that uses it (see `used_versions`).
+    """
+    used = used_versions(schedule)
+    return [max(_versions_kept(order, used), default=1) for order in schedule.orders]
+
+
+def _versions_kept(order: tuple[Op, ...], used: dict[Op, int]) -> Iterator[int]:
+    """How many versions of its stage are kept after each op of a worker."""
+    last_use = {(op.place, used[_forward(op)]): at for at, op in enumerate(order) if op.kind in COMPUTE}
+    kept: dict[Place, list[int]] = defaultdict(lambda: [0])
+    for at, op in enumerate(order):
+        versions = kept[op.place]
+        if op.kind is Kind.UPDATE:
+            versions.append(versions[-1] + 1)
+        versions[:-1] = [v for v in versions[:-1] if last_use.get((op.place, v), -1) >= at]
+        yield len(versions)
+
+
+def _forward(op: Op) -> Op:
+    return op._replace(kind=Kind.FORWARD)

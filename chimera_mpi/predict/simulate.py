@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from ..schedule import Kind, Op, Schedule, needs, walk
+from ..schedule import COMPUTE, Schedule, repeat
+from ..schedule.timing import timed
 from ..timeline import Span, Timeline
 from .costs import Costs
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
-    """Start each op once its worker is free and all it needs has arrived.
+    """Start each op once its worker is free and all it needs has arrived (see `timed`).
 
-    An all-reduce runs in the background: it keeps no worker busy, begins when its last replica has
-    started it, and an update waits for it. Only sums and maxima are formed, so exact costs (int,
-    Fraction) give exact times.
+    An all-reduce runs in the background, begins when its last replica has started it, and an update waits
+    for it. Exact costs (int, Fraction) give exact times. Time is linear in the number of ops.
     """
-    free: list[float] = [0] * schedule.depth
-    done: dict[Op, float] = {}
-    spans = []
-    for worker, op in walk(schedule):
-        start = free[worker]
-        for need in needs(schedule, op):
-            start = max(start, _arrival(schedule, costs, need, worker, done))
-        end = start + costs.seconds(op)
-        free[worker] = done[op] = end
-        spans.append(Span(worker, op, start, end))
-    return Timeline(schedule, tuple(spans))
+    return Timeline(schedule, tuple(Span(*row) for row in timed(schedule, costs.for_stages(schedule.stages))))
 
 
-def _arrival(schedule: Schedule, costs: Costs, need: Op, worker: int, done: dict[Op, float]) -> float:
-    if need.kind is Kind.REDUCE:
-        return done[need] + costs.allreduce(need)
-    return done[need] + (costs.transfer(need) if schedule.worker(need) != worker else 0)
+def steady_step_s(schedule: Schedule, costs: Costs = Costs(), steps: int = 4) -> float:
+    """Seconds that each further step takes when steps follow each other without a barrier.
+
+    A worker begins its next step when its own updates are done, so the ramps of two steps overlap. Taken
+    between the ends of the last two of `steps` steps, 2 at least.
+    """
+    steps = max(steps, 2)
+    ends: list[float] = [0] * steps
+    for _, op, _, end in timed(repeat(schedule, steps), costs.for_stages(schedule.stages)):
+        step = op.index // (schedule.micro_batches if op.kind in COMPUTE else schedule.updates)
+        ends[step] = max(ends[step], end)
+    return ends[-1] - ends[-2]

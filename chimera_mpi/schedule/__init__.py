@@ -1,8 +1,10 @@
 """Pipeline schedules as values. Needs nothing beyond the standard library."""
 
 from .check import check
+from .list_scheduler import Plan, list_schedule, ordered_for
 from .ops import (
     COMPUTE,
+    FREES,
     Deadlock,
     Kind,
     Message,
@@ -13,29 +15,44 @@ from .ops import (
     forward_only,
     messages,
     needs,
+    repeat,
     walk,
 )
-from .schemes import ALIASES, SCHEMES, build, nearest, options_of
+from .schemes import ALIASES, SCHEMES, build, nearest, options_of, used_versions
+from .search import Found, improve, lower_bound
 from .sync import SYNCS
+from .text import dumps, loads, read
 
 __all__ = [
     "ALIASES",
     "COMPUTE",
+    "FREES",
     "SCHEMES",
     "SYNCS",
     "Deadlock",
+    "Found",
     "Kind",
     "Message",
     "Op",
     "Place",
+    "Plan",
     "Schedule",
     "ScheduleError",
     "build",
     "check",
+    "dumps",
     "forward_only",
+    "improve",
+    "list_schedule",
+    "loads",
+    "lower_bound",
     "messages",
     "nearest",
     "needs",
     "options_of",
+    "ordered_for",
+    "read",
+    "repeat",
+    "used_versions",
     "walk",
 ]

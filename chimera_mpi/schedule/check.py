@@ -3,78 +3,182 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 
-from .ops import Kind, Op, Schedule, ScheduleError, needs, walk
+from .explain import rows_around
+from .list_scheduler import peaks
+from .ops import Kind, Needs, Op, Schedule, ScheduleError, needs, walk
+from .schemes import LIVE, SCHEMES, STREAMS, used_versions
 
 
 def check(schedule: Schedule) -> Schedule:
-    """Return `schedule` if it can be carried out, else raise `ScheduleError` with the op and worker at fault.
+    """Return `schedule` if it can be carried out, else raise `ScheduleError` with the worker and op at fault.
 
-    An all-reduce may block: workers start those they share in orders that fit. A send never does: a worker
-    goes on at once and waits for its sends at the flush, which the walk has shown every receiver to reach,
-    so synchronous sends change nothing.
+    An all-reduce may block: workers start those they share in one order, and in orders that fit with all
+    else. A send never does: a worker goes on at once and waits for its sends at the flush, which the
+    walk has shown every receiver to reach, so synchronous sends change nothing. In a flush no op comes
+    before an update that it should follow. What a scheme of the registry says it keeps in memory, it keeps.
     """
     _check_placement(schedule)
     _check_each_op_once(schedule)
-    for _ in walk(schedule):
-        pass
-    for _ in walk(schedule, _with_blocking_reduces(schedule)):
-        pass
+    walk(schedule)
+    _check_collectives(schedule)
+    _check_versions(schedule)
+    _check_memory(schedule)
     return schedule
+
+
+def fault(schedule: Schedule, worker: int, at: int, what: str) -> ScheduleError:
+    """An error that says what is wrong with the op at place `at` of a worker's order, and shows it.
+
+    The first line names worker, op and its neighbours; the lines after it are the rows round it.
+    """
+    order = schedule.orders[worker]
+    before = f"after {order[at - 1]}" if at else "first"
+    after = f"before {order[at + 1]}" if at + 1 < len(order) else "last"
+    line = f"{schedule.scheme}: worker {worker}, {order[at]} ({before}, {after}): {what}"
+    return ScheduleError(f"{line}\n{rows_around(schedule.orders, {worker: at})}")
 
 
 def _check_placement(schedule: Schedule) -> None:
     if len({len(pipe) for pipe in schedule.pipes}) != 1:
         raise ScheduleError(f"{schedule.scheme}: pipelines of {[len(pipe) for pipe in schedule.pipes]} stages")
+    holders = {(p, s): holder for p, pipe in enumerate(schedule.pipes) for s, holder in enumerate(pipe)}
+    for place, worker in holders.items():
+        if not 0 <= worker < schedule.depth:
+            raise ScheduleError(f"{schedule.scheme}: worker {worker} holds {place}, of {schedule.depth} workers")
     for worker, order in enumerate(schedule.orders):
-        for op in order:
-            if not (0 <= op.pipe < len(schedule.pipes) and 0 <= op.stage < schedule.stages):
-                raise ScheduleError(f"{schedule.scheme}: worker {worker} has {op}, but there is no such stage")
-            if schedule.worker(op) != worker:
-                raise ScheduleError(
-                    f"{schedule.scheme}: worker {worker} has {op}, but worker {schedule.worker(op)} holds that stage"
-                )
+        if all(holders.get((pipe, stage)) == worker for _, pipe, stage, _ in order):
+            continue
+        for at, op in enumerate(order):
+            holder = holders.get(op.place)
+            if holder != worker:
+                why = "there is no such stage" if holder is None else f"worker {holder} holds that stage"
+                raise fault(schedule, worker, at, why)
 
 
 def _check_each_op_once(schedule: Schedule) -> None:
-    for op, times in Counter(op for order in schedule.orders for op in order).items():
-        if times > 1:
-            raise ScheduleError(f"{schedule.scheme}: worker {schedule.worker(op)} does {op} {times} times")
     done = {op for order in schedule.orders for op in order}
-    for op in expected_ops(schedule):
-        if op not in done:
-            raise ScheduleError(f"{schedule.scheme}: worker {schedule.worker(op)} never does {op}")
-    extra = done.difference(expected_ops(schedule))
-    if extra:
+    if len(done) < sum(map(len, schedule.orders)):
+        raise _doubled(schedule)
+    if (missing := missing_op(schedule)) is not None:
+        raise _missing(schedule, missing)
+    if extra := done - expected_ops(schedule):
         op = min(extra)
-        raise ScheduleError(f"{schedule.scheme}: worker {schedule.worker(op)} does {op}, which nothing asks for")
+        worker = schedule.worker(op)
+        raise fault(schedule, worker, schedule.orders[worker].index(op), "nothing asks for it")
 
 
-def expected_ops(schedule: Schedule) -> list[Op]:
-    """All ops that the micro-batches and updates of `schedule` call for, in no order."""
-    ops = []
-    for index, pipe in schedule.pipe_of.items():
-        for stage in range(schedule.stages):
-            gradients = {schedule.input_gradient(pipe, stage, index), schedule.weight_gradient(pipe, stage, index)}
-            ops += [Op(Kind.FORWARD, pipe, stage, index), *gradients]
-    for update in range(schedule.updates):
-        for pipe in range(len(schedule.pipes)):
-            for stage in range(schedule.stages):
-                ops += [Op(kind, pipe, stage, update) for kind in (Kind.REDUCE, Kind.UPDATE)]
-    return ops
+def missing_op(schedule: Schedule) -> Op | None:
+    """The first op that the others call for and no worker does."""
+    for index in range(len(schedule.pipe_of)):
+        if index not in schedule.pipe_of:
+            return Op(Kind.FORWARD, 0, 0, index)
+    missing = expected_ops(schedule).difference(*schedule.orders)
+    return min(map(Op._make, missing), key=lambda op: (op.index, op.kind, op.place), default=None)
 
 
-def _with_blocking_reduces(schedule: Schedule) -> Callable[[Schedule, Op], tuple[Op, ...]]:
-    """What ops need where an all-reduce holds its worker until every replica has come to its own."""
-    before = {op: earlier for order in schedule.orders for earlier, op in pairwise(order)}
-    replicas = range(len(schedule.pipes))
+def _doubled(schedule: Schedule) -> ScheduleError:
+    for worker, order in enumerate(schedule.orders):
+        first: dict[Op, int] = {}
+        for at, op in enumerate(order):
+            if first.setdefault(op, at) != at:
+                return fault(schedule, worker, at, f"it has done {op} before, {at - first[op]} ops earlier")
+    raise AssertionError("no op is doubled")
+
+
+def _missing(schedule: Schedule, op: Op) -> ScheduleError:
+    """Show the gap behind the last earlier op of the same kind and place."""
+    worker = schedule.worker(op)
+    order = schedule.orders[worker]
+    alike = (at + 1 for at, other in enumerate(order) if other[:3] == op[:3] and other.index < op.index)
+    if not order:
+        return ScheduleError(f"{schedule.scheme}: worker {worker} never does {op}: it does nothing at all")
+    return fault(
+        schedule,
+        worker,
+        min(max(alike, default=0), len(order) - 1),
+        f"hereabouts {op} is missing, worker {worker} never does it",
+    )
+
+
+def expected_ops(schedule: Schedule) -> set[tuple[Kind, int, int, int]]:
+    """All ops that the micro-batches and updates of `schedule` call for."""
+    trips = {(pipe, stage, index) for index, pipe in schedule.pipe_of.items() for stage in range(schedule.stages)}
+    updates = set(product(range(len(schedule.pipes)), range(schedule.stages), range(schedule.updates)))
+    split = trips & schedule.split
+    whole = trips - split
+    kinds = {
+        Kind.FORWARD: trips,
+        Kind.BACKWARD: whole,
+        Kind.INPUT: split,
+        Kind.WEIGHT: split,
+        Kind.REDUCE: updates,
+        Kind.UPDATE: updates,
+    }
+    return {(kind, *place) for kind, places in kinds.items() for place in places}
+
+
+def _check_collectives(schedule: Schedule) -> None:
+    """Workers that share stages start the all-reduces of those in one order, and could block in them."""
+    if len(schedule.pipes) == 1:
+        return
+    sharers = [frozenset(pipe[stage] for pipe in schedule.pipes) for stage in range(schedule.stages)]
+    first: dict[tuple[frozenset[int], int], tuple[int, Op]] = {}
+    for worker, order in enumerate(schedule.orders):
+        started: Counter[frozenset[int]] = Counter()
+        reduced: set[tuple[int, int]] = set()
+        for at, op in enumerate(order):
+            if op.kind is Kind.REDUCE and (op.stage, op.index) not in reduced:
+                reduced.add((op.stage, op.index))
+                group = sharers[op.stage]
+                leader, other = first.setdefault((group, started[group]), (worker, op))
+                started[group] += 1
+                if (other.stage, other.index) != (op.stage, op.index):
+                    raise fault(schedule, worker, at, f"worker {leader}, with which it shares it, starts {other} first")
+    for _ in walk(schedule, _with_blocking_reduces(schedule)):
+        pass
+
+
+def _with_blocking_reduces(schedule: Schedule) -> Needs:
+    """What ops need where an all-reduce holds its worker until every other worker has come to its own.
+
+    A worker that holds several replicas of a stage does not wait for itself.
+    """
+    before = {op: earlier for order in schedule.orders for earlier, op in pairwise(order) if op.kind is Kind.REDUCE}
 
     def blocking_needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
         if op.kind is not Kind.REDUCE:
             return needs(schedule, op)
-        others = (op._replace(pipe=pipe) for pipe in replicas if pipe != op.pipe)
+        replicas = (op._replace(pipe=pipe) for pipe in range(len(schedule.pipes)))
+        others = (other for other in replicas if schedule.worker(other) != schedule.worker(op))
         return (*needs(schedule, op), *(before[other] for other in others if other in before))
 
     return blocking_needs
+
+
+def _check_versions(schedule: Schedule) -> None:
+    """In a flush, each forward uses the weights that all updates before its own have made."""
+    if schedule.updates < 2 or schedule.scheme not in SCHEMES or schedule.scheme in STREAMS:
+        return
+    for forward, version in used_versions(schedule).items():
+        due = schedule.update_of(forward.index)
+        if version != due:
+            worker = schedule.worker(forward)
+            at = schedule.orders[worker].index(forward)
+            raise fault(schedule, worker, at, f"it comes after {version} updates of its stage, not after {due}")
+
+
+def _check_memory(schedule: Schedule) -> None:
+    """Live activations within what the scheme states."""
+    if schedule.scheme not in LIVE:
+        return
+    limit = LIVE[schedule.scheme](schedule)
+    for worker, peak in enumerate(peaks(schedule)):
+        if peak > limit:
+            live, at = 0, -1
+            while live <= limit:
+                at += 1
+                op = schedule.orders[worker][at]
+                live += (op.kind is Kind.FORWARD) - (op.kind in (Kind.BACKWARD, Kind.WEIGHT))
+            raise fault(schedule, worker, at, f"it is the {live}. activation held at once, the scheme allows {limit}")

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import InputError
+from .explain import rows_around
 
 
 class Kind(str, Enum):
@@ -30,6 +31,7 @@ class Kind(str, Enum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+FREES = (Kind.BACKWARD, Kind.WEIGHT)  # what ends the life of an activation
 
 
 class Op(NamedTuple):
@@ -60,12 +62,12 @@ class Schedule:
     pipes: tuple[tuple[int, ...], ...]
     orders: tuple[tuple[Op, ...], ...]
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """The number of workers."""
         return len(self.orders)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """The number of stages of each pipeline; more than `depth` when workers hold several."""
         return len(self.pipes[0])
@@ -99,11 +101,19 @@ class Schedule:
     @cached_property
     def shares(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The micro-batches of (pipe, update): those whose gradients the pipeline adds to it."""
-        per_update = max(self.micro_batches // max(self.updates, 1), 1)
         shares: dict[tuple[int, int], list[int]] = {}
         for index in sorted(self.pipe_of):
-            shares.setdefault((self.pipe_of[index], index // per_update), []).append(index)
+            shares.setdefault((self.pipe_of[index], self.update_of(index)), []).append(index)
         return {key: tuple(indices) for key, indices in shares.items()}
+
+    def update_of(self, index: int) -> int:
+        """The update to which micro-batch `index` adds its gradients: updates get equal shares, in order."""
+        return index * max(self.updates, 1) // self.micro_batches
+
+    @cached_property
+    def walked(self) -> tuple[tuple[int, Op], ...]:
+        """The ops with their workers, each after all it needs (see `walk`)."""
+        return tuple(_walk(self, needs))
 
     def input_gradient(self, pipe: int, stage: int, index: int) -> Op:
         """The op that makes the gradient of the stage's input."""
@@ -159,6 +169,19 @@ def messages(schedule: Schedule) -> Iterator[Message]:
                     yield Message(need, schedule.worker(need), worker)
 
 
+def repeat(schedule: Schedule, steps: int) -> Schedule:
+    """`steps` steps of `schedule` in a row, without a barrier: a worker begins the next when its own is done.
+
+    Micro-batches and updates are numbered on.
+    """
+    counts = {kind: schedule.micro_batches if kind in COMPUTE else schedule.updates for kind in Kind}
+    orders = (
+        tuple(op._replace(index=op.index + step * counts[op.kind]) for step in range(steps) for op in order)
+        for order in schedule.orders
+    )
+    return replace(schedule, orders=tuple(orders))
+
+
 class ScheduleError(InputError):
     """A schedule that cannot be carried out."""
 
@@ -167,42 +190,58 @@ class Deadlock(ScheduleError):
     """Workers wait for each other in a ring, or for an op that no worker does."""
 
 
-def walk(schedule: Schedule, needs: Callable[[Schedule, Op], tuple[Op, ...]] = needs) -> Iterator[tuple[int, Op]]:
+Needs = Callable[["Schedule", Op], tuple[Op, ...]]
+
+
+def walk(schedule: Schedule, needs: Needs | None = None) -> Iterator[tuple[int, Op]]:
     """Yield `(worker, op)` so that every op comes after all it needs and after its worker's earlier ops.
 
-    Takes time linear in the number of ops. Raises `Deadlock`, naming the ring of waiting workers.
+    `needs` says what an op needs, if not what the data flow asks for. Takes time linear in the number of
+    ops. Raises `Deadlock`, naming the ring of waiting workers.
     """
-    orders = schedule.orders
-    position = [0] * len(orders)
+    return _walk(schedule, needs) if needs else iter(schedule.walked)
+
+
+def _walk(schedule: Schedule, needs: Needs) -> Iterator[tuple[int, Op]]:
+    rest = [iter(order) for order in schedule.orders]
+    heads = [next(ops, None) for ops in rest]
     done: set[Op] = set()
     waiting: dict[Op, list[int]] = {}
-    ready = deque(range(len(orders)))
+    ready = deque(range(len(rest)))
     while ready:
         worker = ready.popleft()
-        order = orders[worker]
-        while position[worker] < len(order):
-            op = order[position[worker]]
-            missing = next((need for need in needs(schedule, op) if need not in done), None)
-            if missing is not None:
+        op, ops = heads[worker], rest[worker]
+        while op is not None:
+            needed = needs(schedule, op)
+            if not done.issuperset(needed):
+                missing = next(need for need in needed if need not in done)
                 waiting.setdefault(missing, []).append(worker)
                 break
-            done.add(op)
-            position[worker] += 1
-            ready.extend(waiting.pop(op, ()))
             yield worker, op
+            done.add(op)
+            if op in waiting:
+                ready.extend(waiting.pop(op))
+            op = next(ops, None)
+        heads[worker] = op
     if waiting:
-        raise Deadlock(_ring(schedule, {w: (orders[w][position[w]], need) for need, ws in waiting.items() for w in ws}))
+        raise Deadlock(_ring(schedule, {w: (op, need) for need, ws in waiting.items() for w in ws if (op := heads[w])}))
 
 
 def _ring(schedule: Schedule, stuck: dict[int, tuple[Op, Op]]) -> str:
-    """Follow the waits from worker to worker until they close, and say so."""
+    """Follow the waits from worker to worker until they close, and say and show so."""
     worker, seen = min(stuck), []
     while worker in stuck and worker not in seen:
         seen.append(worker)
         worker = schedule.worker(stuck[worker][1])
     if worker not in stuck:
-        op, need = stuck[seen[-1]]
-        return f"{schedule.scheme}: worker {seen[-1]} is at {op} and waits for {need}, which worker {worker} never does"
-    ring = seen[seen.index(worker) :]
-    waits = (f"worker {w} is at {stuck[w][0]} and waits for {stuck[w][1]}" for w in ring)
-    return f"{schedule.scheme}: deadlock: " + ", ".join(waits)
+        ring = seen[-1:]
+        what = f"worker {ring[0]} is at {{}} and waits for {{}}, which worker {worker} never does"
+    elif seen[-1] == worker:
+        ring = [worker]
+        what = f"worker {worker} does {{}} before {{}}, which it needs"
+    else:
+        ring = seen[seen.index(worker) :]
+        what = "deadlock: " + ", ".join(f"worker {w} is at {{}} and waits for {{}}" for w in ring)
+    what = what.format(*(op for worker in ring for op in stuck[worker]))
+    rows = rows_around(schedule.orders, {w: schedule.orders[w].index(stuck[w][0]) for w in ring})
+    return f"{schedule.scheme}: {what}\n{rows}"

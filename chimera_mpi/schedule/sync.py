@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .ops import Kind, Op, Schedule, ScheduleError
+from .ops import Kind, Op, Place, Schedule, ScheduleError
 
 SYNCS = ("lazy", "eager", "eager_opt")
 
 
 def with_updates(schedule: Schedule, sync: str) -> Schedule:
-    """Add to a flush its REDUCE and UPDATE ops (Chimera, Section 3.2).
+    """Add to a flush its REDUCE and UPDATE ops (Chimera, Section 3.2); leave a schedule that has them as it is.
 
     `lazy` starts every all-reduce when the worker is through with its micro-batches, `eager` each one as
     soon as the stage's gradients are whole, `eager_opt` does so only for the later half of the stages,
@@ -25,17 +25,39 @@ def with_updates(schedule: Schedule, sync: str) -> Schedule:
     """
     if sync not in SYNCS:
         raise ScheduleError(f"unknown sync '{sync}': choose from {', '.join(SYNCS)}")
+    if schedule.updates:
+        return schedule
     orders = (tuple(_with_updates(schedule, worker, sync)) for worker in range(schedule.depth))
     return replace(schedule, orders=tuple(orders))
+
+
+def with_stream_updates(schedule: Schedule, updates: int) -> Schedule:
+    """Change the weights of each stage `updates` times, as soon as the gradients for it are whole.
+
+    Micro-batches are shared out evenly to the updates, in order (see `Schedule.update_of`).
+    """
+    last = {-(-(n + 1) * schedule.micro_batches // updates): n for n in range(updates)}
+
+    def streamed(order: tuple[Op, ...]) -> Iterator[Op]:
+        done: Counter[Place] = Counter()
+        for op in order:
+            yield op
+            if op.kind in (Kind.BACKWARD, Kind.WEIGHT):
+                done[op.place] += 1
+                if done[op.place] in last:
+                    yield from (Op(kind, *op.place, last[done[op.place]]) for kind in (Kind.REDUCE, Kind.UPDATE))
+
+    return replace(schedule, orders=tuple(tuple(streamed(order)) for order in schedule.orders))
 
 
 def _with_updates(schedule: Schedule, worker: int, sync: str) -> Iterator[Op]:
     order = schedule.orders[worker]
     places = sorted(schedule.places(worker), key=lambda place: (-place[1], place[0]))
     ready = max((at for at, op in enumerate(order) if op.kind is Kind.FORWARD), default=0)
+    last = {op[1:3]: at for at, op in enumerate(order)}
     reduces = defaultdict(list)
     for place in places:
-        ready = max([ready, *(at for at, op in enumerate(order) if op.place == place)])
+        ready = max(ready, last.get(place, 0))
         start = ready if _is_eager(schedule, place[1], sync) else len(order) - 1
         reduces[start].append(Op(Kind.REDUCE, *place, 0))
     for at, op in enumerate(order):

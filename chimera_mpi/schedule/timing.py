@@ -1,0 +1,65 @@
+"""When the ops of a schedule start and end under given costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from .ops import Kind, Op, Schedule, needs, walk
+
+
+class OpCosts(Protocol):
+    """What one has to know of costs to time a schedule: seconds, as any numbers."""
+
+    def seconds(self, op: Op, /) -> float:
+        """How long `op` keeps its worker busy."""
+
+    def transfer(self, op: Op, source: int, target: int, /) -> float:
+        """How long what `op` made travels from worker to worker."""
+
+    def allreduce(self, op: Op, /) -> float:
+        """How long the all-reduce that `op` starts takes, once all replicas have started it."""
+
+    @property
+    def sends_block(self) -> bool:
+        """Whether a worker is busy while what it sends is on its way."""
+
+
+def timed(schedule: Schedule, costs: OpCosts) -> Iterator[tuple[int, Op, float, float]]:
+    """Yield worker, op, start and end, in an order in which the ops can be done.
+
+    An op starts once its worker is free and all it needs has arrived. An all-reduce runs in the background,
+    from the moment its last replica starts it, and an update waits for it. Only sums and maxima are
+    formed, so exact costs (int, Fraction) give exact times.
+    """
+    free: list[float] = [0] * schedule.depth
+    ready: dict[Op, float] = {}  # when what an op made is at hand where it was made
+    pipes = schedule.pipes
+    sends_to = _targets(schedule) if costs.sends_block else {}
+    for worker, op in walk(schedule):
+        start = free[worker]
+        for need in needs(schedule, op):
+            at = ready[need]
+            if need.stage != op.stage and (source := pipes[need.pipe][need.stage]) != worker:
+                at += costs.transfer(need, source, worker)
+            if at > start:
+                start = at
+        end = start + costs.seconds(op)
+        free[worker] = end + (costs.transfer(op, worker, sends_to[op]) if op in sends_to else 0)
+        ready[op] = start + costs.allreduce(op) if op.kind is Kind.REDUCE else end
+        yield worker, op, start, end
+
+
+def _targets(schedule: Schedule) -> dict[Op, int]:
+    """The worker to which each op sends what it makes, where that is another one."""
+    return {
+        need: worker
+        for worker, op in walk(schedule)
+        for need in needs(schedule, op)
+        if need.stage != op.stage and schedule.worker(need) != worker
+    }
+
+
+def makespan(schedule: Schedule, costs: OpCosts) -> float:
+    """Seconds until the last op of `schedule` has ended."""
+    return max((end for *_, end in timed(schedule, costs)), default=0)

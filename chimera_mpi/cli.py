@@ -21,9 +21,11 @@ from .schedule import nearest
 COMMANDS = {
     "show": "draw a schedule and say what it costs",
     "compare": "a table of all schemes for one shape",
+    "check": "check a schedule in a CSV file and draw it",
     "data": "make the token file that train reads",
     "train": "train a model on all ranks of an MPI job",
     "report": "sum up a run and draw its planned and its measured step",
+    "doctor": "look at this machine, try its MPI, compare training with one process",
 }
 
 

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from .errors import InputError
-from .schedule import nearest
+from .schedule import STREAMS, Schedule, build, check, nearest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,6 +43,15 @@ class Config(BaseModel):
     micro_batches: int = Field(4, ge=1, description="of a step of one pipeline group")
     sync: Literal["lazy", "eager", "eager_opt"] = "eager_opt"
     pairs: int | None = Field(None, ge=1, description="pairs of pipelines of chimera")
+    concat: Literal["direct", "doubling", "halving"] | None = Field(None, description="how chimera joins its units")
+    chunks: int | None = Field(None, ge=1, description="stages a worker of interleaved")
+    waves: int | None = Field(None, ge=1, description="of hanayo")
+    partition: Literal["uniform", "parameters", "flops"] | tuple[PositiveInt, ...] = Field(
+        "uniform", description="what the stages share out evenly; or the layers that stages but the first begin with"
+    )
+    recompute: Literal["none", "stage", "layer"] | PositiveInt = Field(
+        "none", description="what is forgotten after a forward; a number: so many layers at a time"
+    )
 
     # the batch
     micro_batch_size: int = Field(8, ge=1)
@@ -50,19 +59,19 @@ class Config(BaseModel):
 
     # the optimizer
     steps: int = Field(100, ge=1)
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "sgd", "lamb", "adafactor"] = "adamw"
     learning_rate: float = Field(3e-4, gt=0)
     minimum_learning_rate: float = Field(0.0, ge=0)
     warmup_steps: int = Field(10, ge=0)
     weight_decay: float = Field(0.1, ge=0)
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
     clip: float | None = Field(1.0, gt=0, description="bound of the global gradient norm, or none")
-    precision: Literal["fp32", "fp64"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp64"] = Field("fp32", description="bf16 keeps masters and sums in fp32")
     seed: int = Field(0, ge=0)
 
     # files and figures
     data: Path | None = Field(None, description=f"token file; by default {DEFAULT_DATA}, made when it is missing")
-    log: str = Field("auto", description="run log, a file that must not exist; none, or auto for runs/TIME-SCHEME.h5")
+    log: str | None = Field("auto", description="run log, a file that must not exist; none, or auto for runs/TIME-SCHEME.h5")
     eval_every: int = Field(20, ge=1, description="steps")
     eval_mini_batches: int = Field(2, ge=1)
     spans_every: int = Field(10, ge=1, description="steps between those whose spans are logged")
@@ -78,7 +87,42 @@ class Config(BaseModel):
     @property
     def scheme_options(self) -> dict[str, Any]:
         """What the user set of the scheme's own options."""
-        return {} if self.pairs is None else {"pairs": self.pairs}
+        options = {name: getattr(self, name) for name in ("pairs", "concat", "chunks", "waves")}
+        return {name: value for name, value in options.items() if value is not None}
+
+
+class Steps(NamedTuple):
+    """A schedule and the number of steps that it covers: one, or those of a stream up to its next flush."""
+
+    schedule: Schedule
+    steps: int
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one step of one pipeline group."""
+        return self.schedule.micro_batches // self.steps
+
+
+def schedule_of(config: Config) -> Steps:
+    """What `config` asks for. A stream flushes as often as it is evaluated, or a little more often.
+
+    Backward halving does twice the micro-batches, of half the size. Raises InputError.
+    """
+    micro_batches, options = config.micro_batches, config.scheme_options
+    if config.concat == "halving":
+        micro_batches *= 2
+    steps = 1
+    if config.scheme in STREAMS:
+        steps = max(n for n in range(1, config.eval_every + 1) if config.steps % n == 0)
+    if config.scheme == "pipedream_2bw":
+        if micro_batches < config.depth:
+            raise InputError(
+                f"pipedream_2bw with depth={config.depth} needs as many micro-batches a step, not {micro_batches}: "
+                f"set micro_batches={config.depth}"
+            )
+        options["every"] = micro_batches
+    schedule = build(config.scheme, config.depth, micro_batches * steps, sync=config.sync, **options)
+    return Steps(check(schedule), steps)
 
 
 def load(source: str, overrides: Iterable[str] = ()) -> Config:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .config import Config
+from . import config
 from .draw.look import duration, percent
 from .errors import InputError
-from .predict import Costs, measured_costs, simulate
+from .predict import Costs, measured_costs, merged, simulate
 from .runlog import Run
 from .schedule import Schedule, build
 from .timeline import Timeline
@@ -34,20 +34,20 @@ def steps_of(run: Run, step: int | None = None) -> Steps:
     """The sampled step `step`, by default the last one. Raises InputError if it was not sampled."""
     if not run.sampled_steps:
         raise InputError(f"{run.path} has no spans yet: wait for step {config_of(run).spans_every}")
-    schedule = schedule_of(run)
+    schedule = plan_of(run).schedule
     measured = run.timeline(run.sampled_steps[-1] if step is None else step, schedule)
     costs = costs_of(run, schedule)
-    rival = build("1f1b", schedule.stages, schedule.micro_batches)
-    return Steps(simulate(schedule, costs), simulate(rival, costs), measured)
+    rival = build("1f1b", schedule.depth, schedule.micro_batches)
+    merged_costs = merged(costs, schedule.stages, schedule.depth)
+    return Steps(simulate(schedule, costs), simulate(rival, merged_costs), measured)
 
 
-def config_of(run: Run) -> Config:
-    return Config(**run.config)
+def config_of(run: Run) -> config.Config:
+    return config.Config(**run.config)
 
 
-def schedule_of(run: Run) -> Schedule:
-    config = config_of(run)
-    return build(config.scheme, config.depth, config.micro_batches, sync=config.sync, **config.scheme_options)
+def plan_of(run: Run) -> config.Steps:
+    return config.schedule_of(config_of(run))
 
 
 def costs_of(run: Run, schedule: Schedule) -> Costs:
@@ -62,12 +62,12 @@ def summary(run: Run) -> list[str]:
     steps = run.steps
     if not len(steps["step"]):
         return [f"{run.path}: no step yet"]
-    config = config_of(run)
+    asked = config_of(run)
     lines = [
-        f"{config.model}, {run.attributes['parameters']:,} parameters: {config.scheme}, depth {config.depth} x "
-        f"width {run.attributes['width']}, {config.micro_batches} micro-batches, "
-        f"{run.attributes['mini_batch_size']} samples of {config.sequence_length} tokens a step",
-        f"steps       {steps['step'][-1] + 1} of {config.steps} in {_clock(float(steps['seconds'].sum()))}",
+        f"{asked.model}, {run.attributes['parameters']:,} parameters: {asked.scheme}, depth {asked.depth} x "
+        f"width {run.attributes['width']}, {asked.micro_batches} micro-batches, "
+        f"{run.attributes['mini_batch_size']} samples of {asked.sequence_length} tokens a step",
+        f"steps       {steps['step'][-1] + 1} of {asked.steps} in {_clock(float(steps['seconds'].sum()))}",
         f"loss        {steps['loss'][-1]:.4f}",
         *_validation(run),
         *_throughput(run),

@@ -21,6 +21,16 @@ class Span(NamedTuple):
     end_s: float
 
 
+class Wait(NamedTuple):
+    """`cause` came last of what an op needs and what its worker did before it; None for a first op.
+
+    `idle_s` is how long its worker had been doing nothing.
+    """
+
+    cause: Span | None
+    idle_s: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The spans of one step of `schedule`. Seconds may be any numbers: int, float or Fraction."""
@@ -37,15 +47,21 @@ class Timeline:
         return tuple(tuple(sorted(rows[w], key=lambda span: span.start_s)) for w in range(self.schedule.depth))
 
     @cached_property
+    def begin_s(self) -> float:
+        """When the step begins: a measured one need not begin at 0."""
+        return min(span.start_s for span in self.spans)
+
+    @cached_property
     def makespan_s(self) -> float:
         """Seconds from the first op's start to the last one's end."""
-        return max(s.end_s for s in self.spans) - min(s.start_s for s in self.spans)
+        return max(span.end_s for span in self.spans) - self.begin_s
 
     @cached_property
     def idle_ratios(self) -> tuple[float, ...]:
         """For each worker, the share of the step that it spends in neither forward nor backward."""
         return tuple(
-            1 - sum(s.end_s - s.start_s for s in row if s.op.kind in COMPUTE) / self.makespan_s for row in self.rows
+            (self.makespan_s - sum(s.end_s - s.start_s for s in row if s.op.kind in COMPUTE)) / self.makespan_s
+            for row in self.rows
         )
 
     @property
@@ -62,20 +78,27 @@ class Timeline:
         )
 
     @cached_property
+    def waits(self) -> dict[Op, Wait]:
+        """For each op the reason why it did not start earlier."""
+        span_of = {span.op: span for span in self.spans}
+        return {
+            span.op: Wait(
+                _cause(span, before, [span_of[need] for need in needs(self.schedule, span.op) if need in span_of]),
+                max(span.start_s - (before.end_s if before else self.begin_s), 0),
+            )
+            for row in self.rows
+            for before, span in zip([None, *row], row, strict=False)
+        }
+
+    @cached_property
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of compute ops, first to last, in which each waited for the one before it."""
-        spans = {span.op: span for span in self.spans if span.op.kind in COMPUTE}
-        before: dict[Op, Span] = {}
-        for row in self.rows:
-            before.update((later.op, earlier) for earlier, later in pairwise(s for s in row if s.op.kind in COMPUTE))
-        path = [max(spans.values(), key=lambda span: span.end_s)]
-        while True:
-            span = path[-1]
-            makers = [spans[need] for need in needs(self.schedule, span.op)]
-            cause = _cause(span, before.get(span.op), makers)
-            if cause is None:
-                return tuple(reversed(path))
-            path.append(cause)
+        path = []
+        span: Span | None = max((s for s in self.spans if s.op.kind in COMPUTE), key=lambda span: span.end_s)
+        while span is not None:
+            path.append(span)
+            span = self.waits[span.op].cause
+        return tuple(span for span in reversed(path) if span.op.kind in COMPUTE)
 
     def on_critical_path(self, *kinds: Kind) -> int:
         """How many ops of these kinds the critical path has: C_f and C_b of the paper (Section 3.4)."""
@@ -107,9 +130,10 @@ def breakdown(row: Sequence[Span], start_s: float) -> Breakdown:
 def _cause(span: Span, before: Span | None, makers: list[Span]) -> Span | None:
     """What `span` waited for: what its worker did before, or what came last of all it needs.
 
-    If the worker was idle in between, by more than it takes to turn to the next op, it waited for a message.
+    If the worker was idle in between, by more than it takes to turn to the next op, it waited for a message or
+    for an all-reduce.
     """
-    sent = [maker for maker in makers if maker.worker != span.worker]
+    sent = [maker for maker in makers if maker.worker != span.worker or maker.op.kind is Kind.REDUCE]
     if before and sent and span.start_s - before.end_s > (span.end_s - span.start_s) / 100:
         return max(sent, key=lambda maker: maker.end_s)
     return max([*makers, *([before] if before else [])], key=lambda cause: cause.end_s, default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,23 +11,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .config import Config
+from .config import Config, Steps, schedule_of
 from .data import Batches, Corpus, even_sizes
 from .errors import InputError
-from .models import GPT, Model, gpt
+from .models import GPT, Model, gpt, make_layer
+from .predict.partition import Cuts, cut_at, cut_by, cut_uniformly, imbalance
 from .runlog import RunLog, StepRow
 from .runtime.clock import aligned_clock
 from .runtime.grid import Comm, Grid, width_of
 from .runtime.mailbox import Delivery, Spec
 from .runtime.optimizer import LearningRate, Recipe
 from .runtime.pipeline import Pipeline, Settings
-from .runtime.stage import cut_uniformly
+from .runtime.stage import Recompute, trace
 from .runtime.waiting import Patience
 from .runtime.worker import Feed, MicroBatch, Sums
-from .schedule import Schedule, build, check
+from .schedule import Schedule
 from .timeline import Span, breakdown
 
-PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 WARMUP_STEPS = 2  # in which torch and MPI set themselves up: not counted in means of time
 
 
@@ -38,40 +39,60 @@ class Job:
 
     config: Config
     width: int
-    schedule: Schedule
+    plan: Steps
     model: Model
     sizes: tuple[int, ...]
+    cuts: Cuts
+    imbalance: float  # of FLOPs: the busiest worker over the mean
 
 
 def plan_job(config: Config, ranks: int) -> Job:
     """Raises InputError if `ranks` ranks cannot do what `config` asks."""
-    schedule = build(config.scheme, config.depth, config.micro_batches, sync=config.sync, **config.scheme_options)
+    plan = schedule_of(config)
     width = width_of(ranks, config.depth)
     model = gpt(
         GPT(
-            config.layers, config.hidden, config.heads, config.vocabulary, config.positions, config.tied, config.dropout
+            layers=config.layers,
+            hidden=config.hidden,
+            heads=config.heads,
+            vocabulary=config.vocabulary,
+            positions=config.positions,
+            tied=config.tied,
+            dropout=config.dropout,
         )
     )
-    cut_uniformly(len(model.layers), schedule.stages)
+    sizes = _sizes(config, width, plan.micro_batches)
     if config.sequence_length > config.positions:
         raise InputError(
             f"sequence_length={config.sequence_length} is more than positions={config.positions}: "
             f"set positions={config.sequence_length}"
         )
-    return Job(config, width, check(schedule), model, _sizes(config, width))
+    flops = trace(model, [Spec((max(sizes), config.sequence_length), torch.int64)]).flops
+    cuts = _cuts(config, model, plan.schedule, flops)
+    return Job(config, width, plan, model, sizes, cuts, imbalance(flops, cuts, plan.schedule))
 
 
-def _sizes(config: Config, width: int) -> tuple[int, ...]:
-    micro_batches = width * config.micro_batches
-    even = micro_batches * config.micro_batch_size
+def _cuts(config: Config, model: Model, schedule: Schedule, flops: Sequence[float]) -> Cuts:
+    layers, stages = len(model.layers), schedule.stages
+    uniform = cut_uniformly(layers, stages)
+    if config.partition == "flops":
+        return cut_by(flops, schedule)
+    if config.partition == "parameters":
+        metas = (make_layer(model, index, seed=0, device="meta") for index in range(layers))
+        return cut_by([sum(p.numel() for p in layer.parameters()) for layer in metas], schedule)
+    return uniform if config.partition == "uniform" else cut_at(config.partition, layers, stages)
+
+
+def _sizes(config: Config, width: int, micro_batches: int) -> tuple[int, ...]:
+    even = width * config.micro_batches * config.micro_batch_size
     if config.mini_batch_size is None:
-        return even_sizes(even, micro_batches)
+        return even_sizes(even, width * micro_batches)
     if "micro_batch_size" in config.model_fields_set and config.mini_batch_size != even:
         raise InputError(
             f"mini_batch_size={config.mini_batch_size} is not {width} replicas x {config.micro_batches} micro-batches "
             f"x micro_batch_size={config.micro_batch_size} = {even}: set one of the two sizes"
         )
-    return even_sizes(config.mini_batch_size, micro_batches)
+    return even_sizes(config.mini_batch_size, width * micro_batches)
 
 
 class Progress(NamedTuple):
@@ -118,12 +139,13 @@ class Trainer:
         self.clock = aligned_clock(self.grid.world, self.patience)
         self.batches = Batches(corpus, job.sizes, config.seed)
         self.validation = Batches(validation, job.sizes, seed=None)
-        self.first = self.grid.replica * config.micro_batches
-        inputs = [
-            [Spec((size, config.sequence_length), torch.int64)]
-            for size in job.sizes[self.first : self.first + config.micro_batches]
-        ]
-        self.pipeline = Pipeline(self.grid, job.schedule, job.model, inputs, self._settings(), self.clock)
+        self.micro_batches = job.plan.micro_batches
+        self.first = self.grid.replica * self.micro_batches
+        sizes = job.sizes[self.first : self.first + self.micro_batches] * job.plan.steps
+        inputs = [[Spec((size, config.sequence_length), torch.int64)] for size in sizes]
+        self.pipeline = Pipeline(
+            self.grid, job.plan.schedule, job.model, inputs, self._settings(), steps=job.plan.steps, clock=self.clock
+        )
         self.learning_rate = LearningRate(
             config.learning_rate, config.minimum_learning_rate, config.warmup_steps, config.steps
         )
@@ -135,55 +157,59 @@ class Trainer:
         return Settings(
             seed=config.seed,
             dtype=PRECISIONS[config.precision],
+            recompute=recompute_of(config),
             recipe=Recipe(config.optimizer, weight_decay=config.weight_decay, momentum=config.momentum),
             clip=config.clip,
             delivery=Delivery(
                 config.receives_ahead, config.message_limit_bytes, config.synchronous_sends, config.verify_messages
             ),
             patience=self.patience,
+            cuts=tuple(self.job.cuts),
         )
 
     def run(self) -> None:
         """All steps. Raises OpFailed where an op failed."""
-        config = self.job.config
-        for step in range(config.steps):
-            self.step(step)
+        for first in range(0, self.job.config.steps, self.job.plan.steps):
+            self._advance(range(first, first + self.job.plan.steps))
 
-    def step(self, step: int) -> None:
-        """Train on one mini-batch, evaluate when it is time, log and tell."""
+    def _advance(self, steps: range) -> None:
+        """Carry out the schedule once, evaluate when it is time, log and tell."""
         config = self.job.config
         started = self.clock()
-        spans, sums = self.pipeline.step(self._feed(self.batches, step), self.learning_rate(step))
-        seconds = self.clock() - started
-        table = self._gather(_report(spans, sums, started))
-        last = step + 1 == config.steps
-        if last or (step + 1) % config.spans_every == 0:
-            self._log_spans(step, spans)
-        evaluation = self.evaluate() if last or (step + 1) % config.eval_every == 0 else None
+        spans, sums = self.pipeline.run(self._feed(self.batches, steps[0]), steps[0], self.learning_rate)
+        seconds = (self.clock() - started) / len(steps)
+        rows = _step_reports(spans, sums, started)
+        table = self._gather([number for row in rows for number in row])
+        if _is_due(steps, config.spans_every, config.steps):
+            self._log_spans(steps[-1], spans)
+        evaluation = self.evaluate() if _is_due(steps, config.eval_every, config.steps) else None
         if table is not None:
-            self._tell(step, seconds, table, evaluation)
+            by_step = table.reshape(len(table), len(steps), -1).swapaxes(0, 1)
+            for step, of_step in zip(steps, by_step, strict=True):
+                self._tell(step, seconds, of_step, evaluation if step == steps[-1] else None)
 
     def evaluate(self) -> tuple[float, int] | None:
         """On rank 0: the mean loss in nats over the first validation samples, and their number of tokens."""
         total = Sums()
-        for mini_batch in range(self.job.config.eval_mini_batches):
-            sums = self.pipeline.evaluate(self._feed(self.validation, mini_batch))
+        for first in range(0, self.job.config.eval_mini_batches, self.job.plan.steps):
+            sums = self.pipeline.evaluate(self._feed(self.validation, first), first)
             total = Sums(total.loss + sums.loss, total.targets + sums.targets)
-        table = self._gather((total.loss, total.targets))
+        table = self._gather([total.loss, total.targets])
         if table is None:
             return None
         loss, targets = table.sum(axis=0)
         return loss / max(targets, 1), int(targets)
 
-    def _feed(self, batches: Batches, step: int) -> Feed:
+    def _feed(self, batches: Batches, first_step: int) -> Feed:
         def micro_batch(index: int) -> MicroBatch:
-            number = self.first + index
-            inputs, targets = batches.micro_batch(step, number)
-            return MicroBatch((torch.from_numpy(inputs),), torch.from_numpy(targets), number)
+            step, at = divmod(index, self.micro_batches)
+            number = self.first + at
+            inputs, targets = batches.micro_batch(first_step + step, number)
+            return MicroBatch((torch.from_numpy(inputs),), (torch.from_numpy(targets),), first_step + step, number)
 
-        return Feed(step, micro_batch)
+        return micro_batch
 
-    def _gather(self, row: tuple[float, ...]) -> NDArray[np.float64] | None:
+    def _gather(self, row: list[float]) -> NDArray[np.float64] | None:
         """The rows of all ranks, on rank 0."""
         world = self.grid.world
         mine = np.array(row)
@@ -228,6 +254,21 @@ class Trainer:
         self.tell(Progress(step, self.job.config.steps, loss, grad_norm, seconds, samples / seconds, validation_loss))
 
 
-def _report(spans: list[Span], sums: Sums, started_s: float) -> StepReport:
+def recompute_of(config: Config) -> Recompute:
+    asked = config.recompute
+    return Recompute("layer", asked) if isinstance(asked, int) else Recompute(asked)
+
+
+def _is_due(steps: range, every: int, of: int) -> bool:
+    """Whether one of `steps` is the last of all or of `every`."""
+    return steps[-1] + 1 == of or any((step + 1) % every == 0 for step in steps)
+
+
+def _step_reports(spans: list[Span], sums: list[Sums], started_s: float) -> list[StepReport]:
+    """Of a stream's steps, which overlap, each has an equal share of the times."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return StepReport(sums.loss, sums.targets, sums.square_norm, *breakdown(spans, started_s), peak_bytes)
+    compute_s, wait_s, allreduce_wait_s, update_s = (t / len(sums) for t in breakdown(spans, started_s))
+    return [
+        StepReport(s.loss, s.targets, s.square_norm, compute_s, wait_s, allreduce_wait_s, update_s, peak_bytes)
+        for s in sums
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -70,7 +71,182 @@ def test_options_of_schemes_are_passed_on(capsys: pytest.CaptureFixture[str]) ->
     assert len(json.loads(capsys.readouterr().out)["pipes"]) == 4
 
 
+# ---- schedules in files
+
+
+@pytest.fixture
+def torchs(tmp_path: Path) -> Path:
+    """A schedule as torch writes it: 1F1B on two workers, with a mark and line ends of another system."""
+    path = tmp_path / "torch.csv"
+    path.write_bytes("\ufeff0F0,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n".encode())
+    return path
+
+
+def test_check_says_what_is_sound_and_draws_it(torchs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(torchs), "--backward", "2", "--width", "80"]) == 0
+    out = capsys.readouterr().out
+    assert "is sound: 2 workers, 2 stages, 1 pipeline, 2 micro-batches, 1 update, 12 ops" in out
+    assert "torch.csv, D=2, N=2: makespan 9 s" in out
+    assert main(["show", str(torchs), "--backward", "2", "--width", "80"]) == 0
+    assert capsys.readouterr().out == out.partition("\n\n")[2]
+    assert main(["check", str(torchs), "--as", "dapple", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scheme"] == "1f1b"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_show_writes_check_reads(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "mine.csv")
+    shape = ["--depth", "4", "--micro-batches", "6"]
+    assert main(["show", scheme, *shape, "--json", "--csv", path]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert main(["check", path, "--as", scheme, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == written
+
+
+@pytest.mark.parametrize(
+    ("cells", "lines"),
+    [
+        ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", ["line 1: 0B1 is missing"]),
+        ("0F0,0F1,0B0,0B1,0B1\n1F0,1B0,1F1,1B1\n", ["line 1, cell 5: 0B1 is there twice, first in cell 4"]),
+        ("0F0,0F1,0B0,0b1\n1F0,1B0,1F1,1B1\n", ["line 1, cell 4: '0b1' is no op"]),
+        ("", ["there is no op in it"]),
+        (
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0\n",
+            [
+                "deadlock: worker 0 is at 0B0 and waits for 1B0, worker 1 is at 1F1",
+                "v",
+                "worker 0: 0F0 0B0 0F1 0B1",
+                "v",
+            ],
+        ),
+    ],
+)
+def test_check_shows_what_is_wrong(
+    cells: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(cells)
+    assert main(["check", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"chimera-mpi: {path}: ")
+    for said, line in zip(lines, err.splitlines(), strict=False):
+        assert said in line
+
+
+def test_a_schedule_is_held_to_what_a_scheme_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "gpipe.csv")
+    main(["show", "gpipe", "--depth", "2", "--micro-batches", "8", "--csv", path])
+    capsys.readouterr()
+    assert main(["check", path, "--as", "1f1b"]) == 2
+    assert "it is the 3. activation held at once, the scheme allows 2" in capsys.readouterr().err
+
+
+# ---- costs, orders, steps
+
+
+def figures(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main([*words, "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def test_further_costs_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, makespan_s in {
+        "": 16,
+        "--recompute": 22,
+        "--transfer 1": 23,
+        "--link 0.5,0.25 --message-bytes 2": 23,
+        "--link 0.5,0.25 --node-link 0,0 --workers-per-node 4 --message-bytes 2": 16,
+        "--transfer 1 --sends-block": 24,
+        "--allreduce 5": 21,
+        "--gradient-bytes 8 --link 0,1": 24,
+        "--gradient-bytes 8 --link 0,1 --groups 2": 28,
+    }.items():
+        assert figures(capsys, *SHOW, *words.split())["makespan_s"] == makespan_s, words
+    jittered = [figures(capsys, *SHOW, "--jitter", "0.2", "--seed", seed)["makespan_s"] for seed in "112"]
+    assert jittered[0] == jittered[1] != jittered[2]
+
+
+def test_an_allreduce_needs_two_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    """A scheme of one pipeline has none unless there are groups side by side."""
+    for groups, exposed_s in ("1", {"1f1b": 0, "chimera": 3}), ("2", {"1f1b": 3, "chimera": 3}):
+        found = figures(capsys, "compare", "1f1b", "chimera", *COMPARE[1:], "--allreduce", "3", "--groups", groups)
+        assert {row["scheme"]: row["exposed_allreduce_s"] for row in found["schemes"]} == exposed_s
+
+
+def test_orders_for_the_costs_and_better_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--depth", "4", "--micro-batches", "8"]
+    drawn = figures(capsys, "show", "chimera", *shape)
+    ordered = figures(capsys, "show", "chimera", *shape, "--order", "costs")
+    path = str(tmp_path / "better.csv")
+    better = figures(
+        capsys, "show", "chimera", *shape, "--order", "costs", "--improve", "60", "--moves", "60", "--csv", path
+    )
+    assert drawn["makespan_s"] == 30 > ordered["makespan_s"] >= better["makespan_s"] >= better["lower_bound_s"] == 27
+    assert figures(capsys, "check", path)["makespan_s"] == better["makespan_s"]
+    rows = figures(capsys, "compare", "chimera", *shape, "--order", "costs")["schemes"]
+    assert rows[0]["makespan_s"] == ordered["makespan_s"]
+    assert main(["show", "chimera", *shape, "--order", "costs", "--width", "60"]) == 0
+    assert f"lower bound       27 s, the order takes {100 * (ordered['makespan_s'] / 27 - 1):.1f} % more" in (
+        capsys.readouterr().out
+    )
+
+
+def test_steps_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures(capsys, "show", "zb_h2", "--depth", "4", "--micro-batches", "8", "--steps", "3")
+    assert (found["micro_batches"], found["steady_step_s"]) == (24, 24)
+
+
+def test_compare_draws_one_above_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "both.svg"
+    assert (
+        main(
+            ["compare", "chimera", "chimera:concat=doubling", *COMPARE[1:3], "--micro-batches", "8", "--svg", str(path)]
+        )
+        == 0
+    )
+    words = path.read_text(encoding="utf-8")
+    assert ">chimera, D=4, N=8: makespan 30 s" in words and ">chimera:concat=doubling, D=4, N=8: makespan 27 s" in words
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_show_never_fails(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any shape and costs: a drawing within the width, or one line that says why not."""
+    chance = random.Random(scheme)
+    for depth, micro_batches, width in (
+        (1, 1, 40),
+        (2, 1, 40),
+        (3, 5, 20),
+        (4, 4, 1),
+        (5, 17, 40),
+        (8, 3, 60),
+        (12, 25, 40),
+    ):
+        costs = [
+            f"--{name}={chance.choice(['0', '1', '0.1', '1e15', '1e-15', '3.7'])}"
+            for name in ("forward", "backward", "input", "weight", "transfer", "allreduce", "update")
+        ]
+        shape = ["--depth", str(depth), "--micro-batches", str(micro_batches)]
+        code = main(["show", scheme, *shape, *costs, "--groups", "2", "--width", str(width)])
+        out, err = capsys.readouterr()
+        if code == 0:
+            assert width < 40 or max(map(len, out.splitlines())) <= width
+        else:
+            assert code == 2 and err.count("\n") == 1 and ("try" in err or "takes 0 s" in err), err
+
+
 WRONG = {
+    "mine.csv has a shape of its own: leave out --depth and --pairs": ["show", "mine.csv", "--depth=4", "--pairs=2"],
+    "no.csv cannot be read": ["check", "no.csv"],
+    "invalid choice: 'nothing'": ["check", "no.csv", "--as", "nothing"],
+    "takes seconds and seconds per byte, such as 1e-6,1e-10, not '1'": [*SHOW, "--link", "1"],
+    "--groups: must be a whole number of 1 or more, not '0'": [*SHOW, "--groups", "0"],
+    "jitter and allreduce_busy are shares": [*SHOW, "--jitter", "2"],
+    "--message-bytes has 2 values, but chimera has 4 stages": [*SHOW, "--message-bytes", "1,2"],
+    "pipedream is a stream: only the order of a flush": ["show", "pipedream", *SHOW[2:], "--improve", "1"],
+    "--improve: 'soon' is no number": [*SHOW, "--improve", "soon"],
+    "--steps: must be a whole number of 1 or more, not '0'": [*SHOW, "--steps", "0"],
+    "invalid int value: 'x'": [*SHOW, "--seed", "x"],
+    "a drawing is of one number of micro-batches, not of 2": [*COMPARE, "--svg", "a.svg"],
     "unknown command 'shwo': did you mean 'show'?": ["shwo"],
     "unknown option '--vers": ["--vers"],
     "unknown scheme 'chimra': did you mean 'chimera'?": ["show", "chimra", *SHOW[2:]],
@@ -113,7 +289,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
-@pytest.mark.parametrize("command", ["show", "compare"])
+@pytest.mark.parametrize("command", ["show", "compare"])  # check's needs a file
 def test_help_has_an_example_that_runs(
     capsys: pytest.CaptureFixture[str], command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 
 from chimera_mpi import data
-from chimera_mpi.data import END_OF_DOCUMENT, VOCABULARY, Batches, even_sizes, open_corpus, prepare, unigram_entropy
+from chimera_mpi.data import (
+    END_OF_DOCUMENT,
+    IGNORED,
+    VOCABULARY,
+    Batches,
+    MaskedBatches,
+    even_sizes,
+    open_corpus,
+    prepare,
+    special_tokens,
+    unigram_entropy,
+)
 from chimera_mpi.errors import InputError
 
 TEXT = Path(__file__).parent.parent / "data" / "pipelines.txt"
@@ -378,6 +389,142 @@ def test_sizes_are_even():
         even_sizes(3, 4)
     with pytest.raises(InputError, match="micro_batches=0"):
         even_sizes(3, 0)
+
+
+# ---- MaskedBatches -----------------------------------------------------------------------------------------------
+
+CLS, SEP, MASK, PAD = special_tokens()
+
+
+def masked_batches(token_file, sizes=(40,), seed=5, sequence_length=40, **options):
+    return MaskedBatches(open_corpus(token_file, "train", sequence_length), sizes, seed, **options)
+
+
+def pairs_of(batches, step=0, index=0):
+    """Of each sample: what was there before the masking, shown ids, segments, mask and whether the second follows."""
+    (ids, segments, *mask), (words, strange) = batches.micro_batch(step, index)
+    mask = mask[0] if mask else np.ones(ids.shape, dtype=bool)
+    return list(zip(np.where(words == IGNORED, ids, words), ids, segments, mask, words, strange, strict=True))
+
+
+def test_special_tokens_follow_the_bytes(token_file):
+    assert (CLS, SEP, MASK, PAD) == (257, 258, 259, 260)
+    assert masked_batches(token_file).vocabulary == 261
+    assert Batches(open_corpus(token_file), (4,)).vocabulary == 257
+    assert special_tokens(1000).cls == 1000
+
+
+@pytest.mark.parametrize("sequence_length", [5, 6, 10, 40, 64])
+@pytest.mark.parametrize("short", [0.0, 0.3, 1.0])
+def test_a_sample_is_a_pair(token_file, sequence_length, short):
+    """[CLS] first [SEP] second [SEP] [PAD]..., the first from the sample's window and the second from it or another."""
+    batches = masked_batches(token_file, (30,), sequence_length=sequence_length, short=short)
+    windows, _ = batches.windows.corpus.sample(range(batches.windows.corpus.samples))
+    for number, (whole, shown, segments, mask, words, strange) in zip(
+        batches.windows.sample_ids(0, 0), pairs_of(batches), strict=True
+    ):
+        length = mask.sum()
+        first_end, second_end = np.flatnonzero(whole == SEP)
+        assert whole[0] == CLS and second_end == length - 1 and mask[:length].all()
+        assert (whole[length:] == PAD).all() and (shown[length:] == PAD).all()
+        assert (segments == ((np.arange(sequence_length) > first_end) & mask)).all()
+        first, second = whole[1:first_end], whole[first_end + 1 : second_end]
+        content = len(first) + len(second)
+        assert len(first) and len(second) and content == length - 3
+        assert (whole[[*range(1, first_end), *range(first_end + 1, second_end)]] < VOCABULARY).all()
+        assert (windows[number][: len(first)] == first).all()
+        sources = np.flatnonzero((windows[:, len(first) : content] == second).all(1))
+        assert len(sources) and ((sources != number).any() if strange else number in sources)
+        assert (words != IGNORED).sum() == batches.masked == max(1, round(0.15 * sequence_length))
+        assert ((shown != whole) <= (words != IGNORED)).all()
+
+
+def test_shapes_types_and_the_mask(token_file):
+    inputs, targets = masked_batches(token_file, (3, 2)).micro_batch(7, 1)
+    assert [(a.shape, a.dtype) for a in (*inputs, *targets)] == [((2, 40), np.int64)] * 3 + [((2,), np.int64)]
+    inputs, _ = masked_batches(token_file, (3, 2), short=0.1).micro_batch(7, 0)
+    assert (inputs[2].shape, inputs[2].dtype) == ((3, 40), bool)
+    assert all(array.flags.c_contiguous for array in (*inputs, *targets))
+
+
+def test_ratios(token_file):
+    """80 % [MASK], 10 % anything, 10 % as it was; half of the seconds follow; any token is as likely to be masked."""
+    batches = masked_batches(token_file, (500,), short=0.2)
+    samples = [sample for step in range(8) for sample in pairs_of(batches, step)]
+    whole, shown, _, mask, words, strange = map(np.stack, zip(*samples, strict=True))
+    chosen = words != IGNORED
+    assert (shown[chosen] == MASK).mean() == pytest.approx(0.8, abs=0.01)
+    changed = shown[chosen & (shown != MASK) & (shown != whole)]
+    assert len(changed) / chosen.sum() == pytest.approx(0.1 * 256 / 257, abs=0.01)
+    assert changed.min() <= 5 and changed.max() >= 251 and np.bincount(changed).max() < 40
+    assert strange.mean() == pytest.approx(0.5, abs=0.03)
+    assert (mask.sum(1) < 40).mean() == pytest.approx(0.2, abs=0.02)
+    unpadded = chosen[mask.all(1)]
+    assert unpadded[:, 1:-1].mean(0) == pytest.approx(6 / 37, abs=0.04)
+    assert np.corrcoef(strange, mask.sum(1))[0, 1] == pytest.approx(0, abs=0.06)
+
+
+def test_both_ends_of_a_pipeline_read_the_same_in_any_order(token_file):
+    here, there = (masked_batches(token_file, (3, 2, 2), short=0.2) for _ in range(2))
+    wanted = {(step, index): here.micro_batch(step, index) for step in range(9) for index in range(3)}
+    data._shuffled.cache_clear()
+    np.random.seed(3)
+    for place, (inputs, targets) in reversed(wanted.items()):
+        found_inputs, found_targets = there.micro_batch(*place)
+        for found, expected in zip((*found_inputs, *found_targets), (*inputs, *targets), strict=True):
+            assert (found == expected).all()
+
+
+@pytest.mark.parametrize("seed", [5, None])
+def test_masks_do_not_depend_on_how_a_step_is_cut(token_file, seed):
+    def joined(parts):
+        batches = masked_batches(token_file, even_sizes(24, parts), seed, short=0.2)
+        rows = [batches.micro_batch(step, index) for step in range(3) for index in range(parts)]
+        return [
+            np.concatenate(arrays) for arrays in zip(*((*inputs, *targets) for inputs, targets in rows), strict=True)
+        ]
+
+    whole = joined(1)
+    for parts in (2, 5, 24):
+        assert all((found == wanted).all() for found, wanted in zip(joined(parts), whole, strict=True))
+
+
+@pytest.mark.parametrize("seed", [0, 1, None])
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (3, 2, 2), (50, 49)])
+def test_every_window_comes_once_an_epoch_and_no_token_is_left_out(token_file, sizes, seed):
+    windows = masked_batches(token_file, sizes, seed).windows
+    for epoch in epochs_of(windows, 2):
+        assert Counter(epoch) == Counter(range(windows.corpus.samples))
+    assert len(windows.corpus.tokens) - 1 - windows.corpus.samples * 37 < 37
+
+
+def test_each_epoch_and_each_seed_has_masks_of_its_own(token_file):
+    batches = masked_batches(token_file, (masked_batches(token_file).windows.corpus.samples,))
+    by_window = [
+        dict(zip(batches.windows.sample_ids(epoch, 0).tolist(), batches.micro_batch(epoch, 0)[1][0], strict=True))
+        for epoch in range(2)
+    ]
+    same = [((by_window[0][w] != IGNORED) == (by_window[1][w] != IGNORED)).all() for w in by_window[0]]
+    assert sum(same) < 3
+    firsts = [masked_batches(token_file, seed=seed).micro_batch(0, 0)[1][1].tolist() for seed in (0, 1, 2, None)]
+    assert len(set(map(tuple, firsts))) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence_length": 4}, "sequence_length=4 has no room for a pair"),
+        ({"sequence_length": 9000}, r"tokens, pairs of sequence_length=9000 need 17995"),
+        ({"short": 1.5}, r"short=1\.5"),
+        ({"sizes": (3, 0)}, r"\[3, 0\]"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_impossible_pairs_are_refused(token_file, options, message):
+    if options.get("sequence_length") == 9000:
+        assert 9000 < len(open_corpus(token_file).tokens) < 17995, "the length is of one window and not of two"
+    with pytest.raises(InputError, match=message):
+        masked_batches(token_file, **options)
 
 
 # ---- unigram_entropy ---------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from chimera_mpi import draw
+from chimera_mpi.cli import main
 from chimera_mpi.draw import facts, geometry, look
 from chimera_mpi.errors import InputError
 from chimera_mpi.predict import Costs, peak_activations, simulate
 from chimera_mpi.schedule import SCHEMES, Kind, Op, Schedule, build, needs
-from chimera_mpi.timeline import Span, Timeline
+from chimera_mpi.timeline import Span, Timeline, Wait
 
 GOLDEN = """\
 chimera, D=4, N=4: makespan 16 s, bubble 25.0 %
@@ -191,7 +192,7 @@ def test_an_svg_of_two_is_on_one_axis() -> None:
 
 def test_bubbles_and_compute_fill_the_rows(timeline: Timeline) -> None:
     (panel,) = geometry.picture(timeline).panels
-    begin, end = look.begin_s(timeline), look.begin_s(timeline) + timeline.makespan_s
+    begin, end = timeline.begin_s, timeline.begin_s + timeline.makespan_s
     for row, idle in zip(timeline.rows, timeline.idle_ratios, strict=True):
         bubble = sum(end_s - start_s for start_s, end_s in facts.gaps(row, begin, end))
         assert float(bubble) == pytest.approx(float(idle * timeline.makespan_s))
@@ -199,8 +200,8 @@ def test_bubbles_and_compute_fill_the_rows(timeline: Timeline) -> None:
 
 
 def test_the_memory_curve_peaks_where_the_memory_model_says(timeline: Timeline) -> None:
-    end = look.begin_s(timeline) + timeline.makespan_s
-    curves = [facts.memory(row, look.begin_s(timeline), end) for row in timeline.rows]
+    end = timeline.begin_s + timeline.makespan_s
+    curves = [facts.memory(row, timeline.begin_s, end) for row in timeline.rows]
     assert [max(level.live for level in curve) for curve in curves] == peak_activations(timeline.schedule)
 
 
@@ -246,9 +247,14 @@ def test_a_page_of_two_escapes_its_titles() -> None:
 
 
 def test_waits_name_what_came_last() -> None:
-    wait_of = {span.op: wait for span, wait in facts.waits(CHIMERA)}
-    assert wait_of[Op(Kind.FORWARD, 0, 1, 0)] == facts.Wait(Op(Kind.FORWARD, 0, 0, 0), 1)
-    assert wait_of[Op(Kind.FORWARD, 0, 0, 1)] == facts.Wait(None, 0)
+    span_of = {span.op: span for span in CHIMERA.spans}
+    for op, cause, idle_s in ("1F0", "0F0", 1), ("0F1", "0F0", 0), ("1F2@1", "0F2@1", 1), ("0F0", None, 0):
+        wait = next(wait for waiting, wait in CHIMERA.waits.items() if str(waiting) == op)
+        assert (wait.cause and str(wait.cause.op), wait.idle_s) == (cause, idle_s), op
+    late = simulate(build("1f1b", 2, 1), Costs(1, 2, allreduce_s=7, groups=2))
+    update = late.waits[Op(Kind.UPDATE, 0, 0, 0)]
+    assert update == Wait(next(s for s in late.spans if s.op == Op(Kind.REDUCE, 0, 0, 0)), 7)
+    assert {wait.cause for wait in late.waits.values()} <= {None, *late.spans} and len(span_of) == len(CHIMERA.waits)
 
 
 def test_a_png_is_written_or_its_remedy_named(tmp_path: Path) -> None:
@@ -268,6 +274,27 @@ def test_colours_differ_in_grey_too() -> None:
         for fill, ink in down, up:
             light, dark = sorted((look._luminance(fill), look._luminance(ink)), reverse=True)
             assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG AA
+
+
+README = Path(__file__).parents[1] / "README.md"
+PICTURES = re.findall(r"^chimera-mpi (.* --svg (docs/img/\S+))$", README.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("command", "path"), PICTURES, ids=[path for _, path in PICTURES])
+def test_the_pictures_of_the_readme_come_from_the_commands_beside_them(
+    command: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(PICTURES) == 3
+    made = tmp_path / "made.svg"
+    assert main(command.replace(path, str(made)).split()) == 0
+    assert made.read_text(encoding="utf-8") == (README.parent / path).read_text(encoding="utf-8")
+
+
+def test_a_step_without_end_is_not_drawn() -> None:
+    endless = simulate(build("chimera", 4, 4), Costs(1e308, 1e308))
+    for drawing in draw.text, draw.svg, draw.html, draw.chrome_trace:
+        with pytest.raises(InputError, match="the step takes inf s"):
+            drawing(endless)
 
 
 # ---- trace

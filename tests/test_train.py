@@ -82,7 +82,7 @@ def test_the_log_is_that_of_one_process(folder, serial, scheme, depth, ranks, mi
 
 def test_the_spans_are_those_of_the_schedule(folder, serial):
     run = read_run(folder / "chimera-4-4.h5")
-    schedule = report.schedule_of(run)
+    schedule = report.plan_of(run).schedule
     assert run.sampled_steps == (1, 3, 5)
     for step in run.sampled_steps:
         timeline = run.timeline(step, schedule)
@@ -156,7 +156,7 @@ def test_what_cannot_be_is_refused(overrides, ranks, message):
         ("steps=many", "steps=many: input should be a valid integer"),
         ("steps", "'steps' is not key=value"),
         ("clip=-1", "clip=-1: input should be greater than 0"),
-        ("optimizer=adam", "optimizer=adam: input should be 'adamw' or 'sgd'"),
+        ("optimizer=adam", "optimizer=adam: input should be 'adamw', 'sgd'"),
     ],
 )
 def test_wrong_keys_and_values_are_refused(override, message):
@@ -218,3 +218,19 @@ def test_an_exception_on_one_rank_ends_all(folder, phase, rank):
         assert f"step 0, worker {rank}, stage" in done.stderr and "op " in done.stderr
     if phase in ("forward", "log"):
         assert read_run(folder / log).config["depth"] == 2
+
+
+def test_the_doctor_finds_training_equal_to_one_process(folder):
+    options = ("scheme=chimera_zb", "depth=2", "micro_batches=4", "tied=true", "dropout=0.1", "recompute=layer")
+    done = launch.chimera(2, "doctor", "--parity", *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "equal"
+    assert len(done.stdout.splitlines()) == 2 + 4
+
+
+def test_the_doctor_examines_the_machine(folder):
+    done = launch.chimera(2, "doctor", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    for what in ("MPI ", "thread level", "largest tag", "cores", "HDF5 locking", "ring of 1 MiB", "all-reduce"):
+        assert what in done.stdout
+    assert "error" not in done.stdout

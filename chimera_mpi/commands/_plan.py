@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -13,11 +13,29 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import InputError
-from ..predict import Costs, peak_activations, simulate, weight_versions
-from ..schedule import ALIASES, SCHEMES, SYNCS, Kind, Schedule, build, check, messages, nearest, options_of
-from ..timeline import Timeline
+from ..predict import Costs, Link, peak_activations, simulate, weight_versions
+from ..predict.costs import PER_STAGE, TIMES, per_stage
+from ..schedule import (
+    ALIASES,
+    SCHEMES,
+    SYNCS,
+    Kind,
+    Progress,
+    Schedule,
+    build,
+    check,
+    improve,
+    lower_bound,
+    messages,
+    nearest,
+    options_of,
+    ordered_for,
+    repeat,
+    without_updates,
+)
+from ..timeline import Span, Timeline
 
-# ---- costs: an option for each field of Costs that is a time
+# ---- costs: an option for each field of Costs
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
@@ -25,34 +43,88 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     for name, option, default in _times():
         shown = "half the backward" if default is None else default
         group.add_argument(option, dest=name, type=_per_stage, metavar="S", help=f"default: {shown}")
+    further = parser.add_argument_group("further costs")
+    for name, (words, kind, metavar) in _FURTHER.items():
+        how: dict[str, Any] = {"type": kind, "metavar": metavar} if kind else {"action": "store_const", "const": True}
+        further.add_argument("--" + name.replace("_", "-"), help=words, **how)
 
 
 def costs_of(args: argparse.Namespace) -> Costs:
     """The costs that the command line gives; the defaults of `Costs` for the others."""
-    given = {name: getattr(args, name) for name, _, _ in _times()}
+    given = {name: getattr(args, name) for name in (*TIMES, *_FURTHER)}
     return Costs(**{name: value for name, value in given.items() if value is not None})
 
 
 def _times() -> list[tuple[str, str, Any]]:
-    times = (field for field in fields(Costs) if field.name.endswith("_s"))
-    return [(field.name, "--" + field.name.removesuffix("_s").replace("_", "-"), field.default) for field in times]
+    defaults = {field.name: field.default for field in fields(Costs)}
+    return [(name, "--" + name.removesuffix("_s").replace("_", "-"), defaults[name]) for name in TIMES]
 
 
 def _per_stage(words: str) -> float | list[float]:
-    numbers = [_seconds(word) for word in words.split(",")]
+    numbers = [_number(word) for word in words.split(",")]
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def _seconds(word: str) -> float:
+def _number(word: str) -> float:
     """Exactly what was written: 0.1 as 1/10. Then sums are exact, and ties on the critical path are ties."""
     try:
         near = float(word)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{word}' is no number of seconds") from None
+        raise argparse.ArgumentTypeError(f"'{word}' is no number of seconds or bytes") from None
     if near and not 1e-15 <= near <= 1e15:
-        raise argparse.ArgumentTypeError(f"a time must be 0 or between 1e-15 and 1e15 s, not {word}")
+        raise argparse.ArgumentTypeError(f"a cost must be 0 or between 1e-15 and 1e15, not {word}")
     value = Fraction(word) if near else Fraction(0)
     return value.numerator if value.denominator == 1 else cast(float, value)
+
+
+def _link(words: str) -> Link:
+    numbers = [_number(word) for word in words.split(",")]
+    if len(numbers) != 2:
+        raise argparse.ArgumentTypeError(f"takes seconds and seconds per byte, such as 1e-6,1e-10, not '{words}'")
+    return Link(*numbers)
+
+
+def count(word: str) -> int:
+    """A whole number of 1 or more, for argparse."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not '{word}'")
+    return int(word)
+
+
+_FURTHER: dict[str, tuple[str, Callable[[str], Any] | None, str]] = {
+    "recompute": ("each backward does its forward once more", None, ""),
+    "message_bytes": ("of a stage's output, for --link", _per_stage, "BYTES"),
+    "link": ("a message of n bytes takes A + n * B seconds", _link, "A,B"),
+    "node_link": ("the same within a node; default: --link", _link, "A,B"),
+    "workers_per_node": ("default: 1", count, "K"),
+    "sends_block": ("a worker is busy while what it sends is on its way", None, ""),
+    "gradient_bytes": ("of a stage, for its all-reduce over --link", _per_stage, "BYTES"),
+    "groups": (
+        "groups of workers that train side by side, over which gradients are summed too; default: 1",
+        count,
+        "W",
+    ),
+    "allreduce_busy": ("share of an all-reduce's time that it takes from its worker; default: 0", _number, "SHARE"),
+    "jitter": ("ops take longer or shorter by up to this share, by chance", _number, "SHARE"),
+    "seed": ("of chance, in jitter and search; default: 0", int, "SEED"),
+}
+
+
+def add_order(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Whether to order the ops anew."""
+    search = parser.add_argument_group("order")
+    search.add_argument(
+        "--order",
+        choices=("drawn", "costs"),
+        default="drawn",
+        help="as the scheme draws it, or the best that list scheduling finds for the costs; default: drawn",
+    )
+    return search
+
+
+def seconds(word: str) -> float:
+    """A time limit, for argparse."""
+    return float(_number(word))
 
 
 # ---- schemes and their options
@@ -120,8 +192,30 @@ class Plan:
     costs: Costs
 
     @cached_property
+    def ticks(self) -> tuple[Timeline, int]:
+        """The times of all ops in ticks, whole numbers, and the ticks of a second."""
+        costs, per_s = self._costs_in_ticks
+        return simulate(self.schedule, costs), per_s
+
+    @cached_property
+    def _costs_in_ticks(self) -> tuple[Costs, int]:
+        return self.costs.on(self.schedule).in_ticks()
+
+    @cached_property
     def timeline(self) -> Timeline:
-        return simulate(self.schedule, self.costs)
+        """The same in seconds."""
+        timeline, per_s = self.ticks
+        spans = (Span(worker, op, start / per_s, end / per_s) for worker, op, start, end in timeline.spans)
+        return Timeline(self.schedule, tuple(spans))
+
+    @property
+    def makespan_s(self) -> float:
+        timeline, per_s = self.ticks
+        return timeline.makespan_s / per_s
+
+    @cached_property
+    def bubble_ratio(self) -> float:
+        return round(float(self.ticks[0].bubble_ratio), 12)
 
     @cached_property
     def weights(self) -> list[float]:
@@ -143,16 +237,45 @@ class Plan:
     @cached_property
     def exposed_allreduce_s(self) -> float:
         """How much sooner the step would end if all-reduces were free."""
-        if not self.costs.allreduce_s:
+        costs, per_s = self._costs_in_ticks
+        if not costs.allreduce_s:
             return 0
-        free = simulate(self.schedule, replace(self.costs, allreduce_s=0))
-        return self.timeline.makespan_s - free.makespan_s
+        free = simulate(self.schedule, replace(costs, allreduce_s=0))
+        return (self.ticks[0].makespan_s - free.makespan_s) / per_s
+
+    @cached_property
+    def bound_s(self) -> float:
+        """Seconds below which no order of these ops is (see `lower_bound`)."""
+        costs, per_s = self._costs_in_ticks
+        return lower_bound(self.schedule, costs) / per_s
+
+    def reordered(self, sync: str) -> Plan:
+        """The same ops in the best order found for the costs; a stream stays as it is."""
+        if self.schedule.updates > 1:
+            return self
+        costs, _ = self._costs_in_ticks
+        return replace(self, schedule=check(ordered_for(costs, without_updates(self.schedule), sync)))
+
+    def improved(self, sync: str, moves: int, seconds: float, seed: int, progress: Progress | None) -> Plan:
+        """The same ops in the order that a search ends with (see `improve`). Progress is told in seconds."""
+        costs, per_s = self._costs_in_ticks
+
+        def tell(tried: int, best: float, bound: float) -> None:
+            if progress:
+                progress(tried, best / per_s, bound / per_s)
+
+        found = improve(self.schedule, costs, sync=sync, moves=moves, seconds=seconds, seed=seed, progress=tell)
+        return replace(self, schedule=check(found.schedule))
+
+    def repeated(self, steps: int) -> Plan:
+        """So many steps, one after the other without a barrier."""
+        return replace(self, schedule=check(repeat(self.schedule, steps)))
 
     def passes(self) -> dict[str, int]:
         """The passes on the critical path: C_f and C_b of the paper's Section 3.4; C_i, C_w of split backwards."""
         names = {"C_f": Kind.FORWARD, "C_b": Kind.BACKWARD, "C_i": Kind.INPUT, "C_w": Kind.WEIGHT}
         kinds = {op.kind for order in self.schedule.orders for op in order}
-        return {name: self.timeline.on_critical_path(kind) for name, kind in names.items() if kind in kinds}
+        return {name: self.ticks[0].on_critical_path(kind) for name, kind in names.items() if kind in kinds}
 
     def _whole(self, stages: int) -> float:
         share = Fraction(stages * self.schedule.depth, self.schedule.stages)
@@ -161,12 +284,10 @@ class Plan:
 
 def shared_out(costs: Costs, parts: Fraction) -> Costs:
     """The costs of a stage that is one of `parts` equal parts of what `costs` are for. Messages stay whole."""
-
-    def part(value: Any) -> Any:
-        return [part(number) for number in value] if isinstance(value, Sequence) else value / parts
-
-    given = {name: getattr(costs, name) for name, _, _ in _times() if name != "transfer_s"}
-    return replace(costs, **{name: part(value) for name, value in given.items() if value is not None})
+    shared = (name for name in PER_STAGE if name not in ("transfer_s", "message_bytes"))
+    given = {name: value for name in shared if (value := getattr(costs, name)) is not None}
+    changes: dict[str, Any] = {name: per_stage(lambda number: number / parts, value) for name, value in given.items()}
+    return replace(costs, **changes)
 
 
 def plan(
@@ -178,26 +299,24 @@ def plan(
     are shared out over the smaller stages of a scheme that has more stages than workers.
     """
     schedule = check(build(scheme, depth, micro_batches, **options))
-    for name, option, _ in _times():
+    parts = Fraction(schedule.stages, depth) if same_model else Fraction(1)
+    return under(costs, schedule, parts)
+
+
+def under(costs: Costs, schedule: Schedule, parts: Fraction = Fraction(1)) -> Plan:
+    """A plan of `schedule`, each of whose stages is one of `parts` parts of what `costs` are for."""
+    for name in PER_STAGE:
         value = getattr(costs, name)
         if isinstance(value, Sequence) and len(value) != schedule.stages:
+            option = "--" + name.removesuffix("_s").replace("_", "-")
             raise InputError(
-                f"{option} has {len(value)} values, but {scheme} has {schedule.stages} stages: "
+                f"{option} has {len(value)} values, but {schedule.scheme} has {schedule.stages} stages: "
                 f"give one for each stage, or a single one"
             )
-    if same_model and schedule.stages != depth:
-        costs = shared_out(costs, Fraction(schedule.stages, depth))
-    made = Plan(schedule, costs)
-    if not made.timeline.makespan_s:
+    made = Plan(schedule, costs if parts == 1 else shared_out(costs, parts))
+    if not made.makespan_s:
         raise InputError("the whole step takes 0 s, so there is nothing to draw or compare: give --forward a time")
     return made
-
-
-def count(word: str) -> int:
-    """A whole number of 1 or more, for argparse."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not '{word}'")
-    return int(word)
 
 
 def write(path: Path, words: str) -> None:

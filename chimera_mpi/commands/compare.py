@@ -4,6 +4,10 @@ All run the same model: the costs are those of 1/depth of it, and a scheme whose
 stages has them shared out over these. Weights and live activations are those of the worker that has most, in
 whole stages (1/depth of the model); messages are those that the busiest worker sends. `*` marks the best of a
 column.
+
+Gradients are summed over all replicas of a stage: a scheme has one for each of its pipelines, times --groups. Over
+one replica that takes no time; over more it takes --allreduce, or with --gradient-bytes and --link what the paper's
+model says for that many.
 """
 
 from __future__ import annotations
@@ -12,18 +16,20 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from ..draw.look import duration
 from ..errors import InputError
-from ..predict import Costs
 from ..schedule import SCHEMES
-from ._plan import Plan, add_costs, costs_of, count, parse_scheme, plan
+from ..timeline import Timeline
+from ._plan import Plan, add_costs, add_order, costs_of, count, parse_scheme, plan
+from .show import add_files, write_files
 
 EXAMPLE = """\
   chimera-mpi compare --depth 8 --micro-batches 8,16,32 --backward 2 --transfer 0.1
-  chimera-mpi compare 1f1b chimera chimera:pairs=2 --depth 8 --micro-batches 16 --csv > table.csv"""
+  chimera-mpi compare 1f1b chimera chimera:pairs=2 --depth 8 --micro-batches 16 --csv > table.csv
+  chimera-mpi compare chimera chimera:concat=doubling --depth 4 --micro-batches 8 --backward 2 --svg both.svg"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=count, required=True, metavar="D", help="workers of the pipeline")
     parser.add_argument("--micro-batches", type=_counts, required=True, metavar="N,...", help="one number or several")
     add_costs(parser)
+    add_order(parser)
+    add_files(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     output.add_argument("--csv", action="store_true", help="print CSV instead of a table")
@@ -38,21 +46,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     specs = {spec: parse_scheme(spec) for spec in args.scheme or SCHEMES}
+    draws = any((args.svg, args.png, args.html, args.trace))
+    if draws and len(args.micro_batches) > 1:
+        raise InputError(f"a drawing is of one number of micro-batches, not of {len(args.micro_batches)}: give one")
     rows: list[Row] = []
     refused: list[Refusal] = []
+    timelines: dict[str, Timeline] = {}
     for micro_batches in args.micro_batches:
         for spec, (scheme, options) in specs.items():
             try:
-                rows.append(
-                    _row(spec, plan(scheme, args.depth, micro_batches, costs_of(args), options, same_model=True))
-                )
+                made = _plan(scheme, micro_batches, options, args)
             except InputError as error:
                 refused.append(Refusal(spec, micro_batches, str(error)))
+                continue
+            rows.append(_row(spec, made))
+            if draws:
+                timelines[spec] = made.timeline
     if not rows:
         raise InputError(refused[0].reason)
+    if draws:
+        write_files(timelines, args)
     printer = _json if args.json else _csv if args.csv else _table
-    printer(rows, refused, costs_of(args))
+    printer(rows, refused)
     return 0
+
+
+def _plan(scheme: str, micro_batches: int, options: Mapping[str, Any], args: argparse.Namespace) -> Plan:
+    made = plan(scheme, args.depth, micro_batches, costs_of(args), options, same_model=True)
+    return made.reordered(str(options.get("sync", "eager_opt"))) if args.order == "costs" else made
 
 
 class Row(NamedTuple):
@@ -80,8 +101,8 @@ def _row(spec: str, made: Plan) -> Row:
     return Row(
         scheme=spec,
         micro_batches=made.schedule.micro_batches,
-        makespan_s=float(made.timeline.makespan_s),
-        bubble_ratio=round(float(made.timeline.bubble_ratio), 12),
+        makespan_s=float(made.makespan_s),
+        bubble_ratio=made.bubble_ratio,
         weights=max(made.weights),
         live_activations=max(made.activations),
         messages=max(made.messages),
@@ -93,12 +114,12 @@ def _counts(words: str) -> list[int]:
     return [count(word) for word in words.split(",")]
 
 
-def _json(rows: list[Row], refused: list[Refusal], costs: Costs) -> None:
+def _json(rows: list[Row], refused: list[Refusal]) -> None:
     found = {"schemes": [row._asdict() for row in rows], "refused": [refusal._asdict() for refusal in refused]}
     print(json.dumps(found, indent=1))
 
 
-def _csv(rows: list[Row], refused: list[Refusal], costs: Costs) -> None:
+def _csv(rows: list[Row], refused: list[Refusal]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(Row._fields)
     writer.writerows(rows)
@@ -106,7 +127,7 @@ def _csv(rows: list[Row], refused: list[Refusal], costs: Costs) -> None:
         print(f"chimera-mpi: left out: {refusal.reason}", file=sys.stderr)
 
 
-def _table(rows: list[Row], refused: list[Refusal], costs: Costs) -> None:
+def _table(rows: list[Row], refused: list[Refusal]) -> None:
     """A block for each number of micro-batches, the shortest step first."""
     heads = ["scheme", "makespan", "bubble %", "weights", "live act.", "messages", "exposed all-reduce"]
     blocks = {n: sorted((r for r in rows if r.micro_batches == n), key=lambda row: row.makespan_s)

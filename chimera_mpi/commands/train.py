@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InputError
+from ..predict import weight_versions
 from ._ranks import agree, ending_together, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _create_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any]) -> Run
     from ..models import parameter_count
     from ..runlog import RunLog, locks_wanted
 
-    if job.config.log == "none":
+    if job.config.log is None:
         return None
     path = Path(job.config.log)
     if job.config.log == "auto":
@@ -150,7 +151,20 @@ def _opening(job: Job, ranks: int, threads: int, patience: str) -> str:
     return (
         f"{config.model} with {config.scheme}: {ranks} ranks = depth {config.depth} x width {job.width}, "
         f"{threads} thread{'s' * (threads > 1)} each, {patience}; "
-        f"{sum(job.sizes)} samples a step in {len(job.sizes)} micro-batches"
+        f"{sum(job.sizes)} samples a step in {len(job.sizes)} micro-batches\n"
+        f"stages of {', '.join(str(len(cut)) for cut in job.cuts)} layers; "
+        f"the busiest worker has {job.imbalance:.2f} times the mean FLOPs{_staleness(job)}"
+    )
+
+
+def _staleness(job: Job) -> str:
+    """What a user of an asynchronous scheme must know."""
+    if job.plan.schedule.updates == 1:
+        return ""
+    versions = max(weight_versions(job.plan.schedule))
+    return (
+        f"\n{job.config.scheme} is asynchronous: gradients are those of weights up to {versions - 1} updates old, "
+        f"so it does not equal serial training; it flushes every {job.plan.steps} steps"
     )
 
 

@@ -1,13 +1,13 @@
-"""What a drawing shows besides the ops: the bubbles, the memory, the reasons for waiting."""
+"""What a drawing shows besides the ops: the bubbles, the memory, the times on the axis."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..schedule import COMPUTE, Kind, Op, needs
-from ..timeline import Span, Timeline
+from ..schedule import COMPUTE, HOLDS
+from ..timeline import Span
 
 
 def gaps(row: Sequence[Span], begin_s: float, end_s: float) -> list[tuple[float, float]]:
@@ -26,10 +26,8 @@ class Level(NamedTuple):
 
 
 def memory(row: Sequence[Span], begin_s: float, end_s: float) -> list[Level]:
-    """The activations that a worker holds over time: a forward adds one as it starts, the end of its
-    backward (of the weight gradient, where the backward is split) frees it."""
-    changes = [(span.start_s, 1) for span in row if span.op.kind is Kind.FORWARD]
-    changes += [(span.end_s, -1) for span in row if span.op.kind in (Kind.BACKWARD, Kind.WEIGHT)]
+    """The activations that a worker holds over time. An op takes one as it starts and gives one back as it ends."""
+    changes = [(span.start_s if held > 0 else span.end_s, held) for span in row if (held := HOLDS[span.op.kind])]
     levels, live, since = [], 0, begin_s
     for when, change in [*sorted(changes), (end_s, 0)]:
         if when > since:
@@ -37,27 +35,6 @@ def memory(row: Sequence[Span], begin_s: float, end_s: float) -> list[Level]:
             since = when
         live += change
     return levels
-
-
-class Wait(NamedTuple):
-    """What an op waited for: `cause` came last of all it needs; None if only its worker was busy."""
-
-    cause: Op | None
-    seconds: float  # how long its worker stood idle before it
-
-
-def waits(timeline: Timeline) -> Iterator[tuple[Span, Wait]]:
-    """Each span with the reason why it did not start earlier."""
-    end_of = {span.op: span.end_s for span in timeline.spans}
-    begin = min(span.start_s for span in timeline.spans)
-    for row in timeline.rows:
-        free = begin
-        for span in row:
-            found = [need for need in needs(timeline.schedule, span.op) if need in end_of]
-            last = max(found, key=end_of.__getitem__, default=None)
-            idle = max(span.start_s - free, 0)
-            yield span, Wait(last if last is not None and (idle or end_of[last] >= free) else None, idle)
-            free = max(free, span.end_s)
 
 
 def ticks(total: float, most: int) -> list[float]:

@@ -143,7 +143,7 @@ def picture(timelines: Titled, with_memory: bool = False) -> Picture:
 
 
 def _panel(title: str, timeline: Timeline, total: float, top: float, with_memory: bool) -> Panel:
-    begin = look.begin_s(timeline)
+    begin = timeline.begin_s
     pitch = ROW + (MEMORY if with_memory else 0) + SPACE
     tops = [top + HEAD + worker * pitch for worker in range(timeline.schedule.depth)]
     return Panel(
@@ -184,8 +184,8 @@ def _bubbles(timeline: Timeline, tops: list[float], begin: float, total: float) 
 
 def _peaks(timeline: Timeline) -> list[int]:
     """The most activations that each worker holds."""
-    end = look.begin_s(timeline) + timeline.makespan_s
-    levels = (memory(row, look.begin_s(timeline), end) for row in timeline.rows)
+    end = timeline.begin_s + timeline.makespan_s
+    levels = (memory(row, timeline.begin_s, end) for row in timeline.rows)
     return [max((level.live for level in row), default=0) for row in levels]
 
 

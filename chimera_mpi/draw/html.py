@@ -8,9 +8,8 @@ from html import escape
 from typing import Any
 
 from ..schedule import COMPUTE, needs
-from ..timeline import Timeline
+from ..timeline import Span
 from . import look
-from .facts import waits
 from .geometry import FOOT, GUTTER, LETTER, Box, Panel, Picture, picture
 from .look import Titled, duration
 from .page import PAGE
@@ -123,12 +122,12 @@ def _box(box: Box, critical: bool) -> str:
 def _details(number: int, panel: Panel) -> Iterator[tuple[Box, dict[str, Any]]]:
     """What the page says of each op that is pointed at."""
     timeline = panel.timeline
-    wait_of = dict(waits(timeline))
     lane_of = look.lanes(timeline.schedule)
     ends = {span.op: span for span in timeline.spans}
     for box in panel.boxes:
-        span, wait = box.span, wait_of[box.span]
+        span, wait = box.span, timeline.waits[box.span.op]
         kind, pipe, stage, index = span.op
+        needed = [need for need in needs(timeline.schedule, span.op) if need in ends]
         what = f"{'micro-batch' if kind in COMPUTE else 'update'} {index}"
         yield (
             box,
@@ -137,17 +136,15 @@ def _details(number: int, panel: Panel) -> Iterator[tuple[Box, dict[str, Any]]]:
                 "where": f"worker P{span.worker}, stage {stage}, pipeline {pipe} "
                 f"({'up' if lane_of[span.op.place].up else 'down'})",
                 "when": f"{duration(span.start_s)} to {duration(span.end_s)} ({duration(span.end_s - span.start_s)})",
-                "waits": [_need(timeline, ends, need) for need in needs(timeline.schedule, span.op) if need in ends][
-                    :6
-                ],
-                "idle": f"{duration(wait.seconds)} idle before it" if wait.seconds else "",
+                "waits": [_need(ends[need]) for need in needed[:6]],
+                "idle": f"{duration(wait.idle_s)} idle before it" if wait.idle_s else "",
                 "panel": number,
                 "op": str(span.op),
-                "last": "" if wait.cause is None else str(wait.cause),
+                "last": str(wait.cause.op) if wait.cause and wait.cause.op in needed else "",
             },
         )
 
 
-def _need(timeline: Timeline, ends: dict[Any, Any], need: Any) -> list[str]:
-    span = ends[need]
-    return [str(need), f"{look.NAMES[need.kind]} {need.index} of P{span.worker}, ended at {duration(span.end_s)}"]
+def _need(span: Span) -> list[str]:
+    name = f"{look.NAMES[span.op.kind]} {span.op.index} of P{span.worker}"
+    return [str(span.op), f"{name}, ended at {duration(span.end_s)}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from math import isfinite
 from typing import NamedTuple
 
 from ..errors import InputError
@@ -156,12 +157,9 @@ def titled(timelines: Titled) -> dict[str, Timeline]:
     for timeline in by_title.values():
         if not timeline.spans or not timeline.makespan_s:
             raise InputError(f"{timeline.schedule.scheme}: nothing to draw, the step takes no time")
+        if not isfinite(timeline.makespan_s):
+            raise InputError(f"{timeline.schedule.scheme}: nothing to draw, the step takes {timeline.makespan_s} s")
     return by_title
-
-
-def begin_s(timeline: Timeline) -> float:
-    """When the step begins: a measured one need not begin at 0."""
-    return min(span.start_s for span in timeline.spans)
 
 
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
@@ -183,10 +181,10 @@ def percent(ratio: float) -> str:
 
 
 def headline(title: str, timeline: Timeline) -> str:
-    """What a drawing says above itself."""
+    """What a drawing says above itself. A title that begins with the scheme, such as scheme:option=value, names it."""
     schedule = timeline.schedule
-    name = f"{title}: " if title else ""
+    name = title if title.startswith(schedule.scheme) else f"{title}: {schedule.scheme}" if title else schedule.scheme
     return (
-        f"{name}{schedule.scheme}, D={schedule.depth}, N={schedule.micro_batches}: "
+        f"{name}, D={schedule.depth}, N={schedule.micro_batches}: "
         f"makespan {duration(timeline.makespan_s)}, bubble {percent(timeline.bubble_ratio)}"
     )

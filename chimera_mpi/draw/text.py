@@ -38,7 +38,8 @@ def text(timelines: Titled, width: int = 80, color: bool = False, ascii: bool = 
             "",
         ]
     if scale.squeezed:
-        lines += [f"Squeezed: a column is {look.duration(1 / scale.columns_per_s)}, ops cover each other."]
+        column = look.duration(1 / scale.columns_per_s)
+        lines += wrap(f"Squeezed: a column is {column}, ops cover each other.", max(width, 8))
     lines += _legend(list(by_title.values()), width, paint)
     drawing = "\n".join(line.rstrip() for line in lines)
     return drawing.translate(_ASCII) if ascii else drawing
@@ -129,7 +130,7 @@ def _bands(timeline: Timeline, scale: Scale, names: int, paint: Paint) -> Iterat
 
 
 def _rows(timeline: Timeline, scale: Scale) -> Iterator[Row]:
-    begin = look.begin_s(timeline)
+    begin = timeline.begin_s
     end = begin + timeline.makespan_s
     lane_of = look.lanes(timeline.schedule)
 

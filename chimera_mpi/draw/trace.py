@@ -43,7 +43,7 @@ def _names(pid: int, title: str, timeline: Timeline) -> Iterator[Event]:
 
 
 def _ops(pid: int, timeline: Timeline) -> Iterator[Event]:
-    begin = look.begin_s(timeline)
+    begin = timeline.begin_s
     lane_of = look.lanes(timeline.schedule)
     for span in timeline.spans:
         kind, pipe, stage, index = span.op
@@ -72,7 +72,7 @@ def _messages(pid: int, timeline: Timeline, first_id: int) -> Iterator[Event]:
 
     An arrow hangs on the event that surrounds its ends, so it leaves from the middle of the sender's.
     """
-    begin = look.begin_s(timeline)
+    begin = timeline.begin_s
     by_op = {span.op: span for span in timeline.spans}
     arrow = first_id
     for span in timeline.spans:
@@ -88,7 +88,7 @@ def _messages(pid: int, timeline: Timeline, first_id: int) -> Iterator[Event]:
 
 
 def _memory(pid: int, timeline: Timeline) -> Iterator[Event]:
-    begin = look.begin_s(timeline)
+    begin = timeline.begin_s
     for worker, row in enumerate(timeline.rows):
         for level in memory(row, begin, begin + timeline.makespan_s):
             name = {"ph": "C", "pid": pid, "name": f"live activations P{worker}"}

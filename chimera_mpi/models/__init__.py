@@ -1,16 +1,29 @@
 """Models as lists of layers. torch only; knows nothing of pipelines."""
 
+from .bert import BERT, bert, pretraining_loss
 from .gpt import GPT, gpt
-from .layers import IGNORED, LayerFactory, Model, cross_entropy, keyed_seed, make_layer, parameter_count
+from .huggingface import from_huggingface, from_huggingface_config, to_huggingface, to_huggingface_config
+from .layers import IGNORED, LayerFactory, Loss, Model, cross_entropy, keyed_seed, make_layer, parameter_count
+from .user import as_model, user_model
 
 __all__ = [
+    "BERT",
     "GPT",
     "IGNORED",
     "LayerFactory",
+    "Loss",
     "Model",
+    "as_model",
+    "bert",
     "cross_entropy",
+    "from_huggingface",
+    "from_huggingface_config",
     "gpt",
     "keyed_seed",
     "make_layer",
     "parameter_count",
+    "pretraining_loss",
+    "to_huggingface",
+    "to_huggingface_config",
+    "user_model",
 ]

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import InputError
 from .layers import Model, cross_entropy
+from .parts import INITIAL_STD, check_length, check_shape, embedding, linear
 
-INITIAL_STD = 0.02
 NORM_EPS = 1e-5
 
 
@@ -35,15 +34,7 @@ class GPT:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocabulary", "positions"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} is below 1: a GPT needs at least {name}=1")
-        if self.hidden % self.heads:
-            below = self.hidden // self.heads * self.heads
-            remedy = " or ".join(f"hidden={size}" for size in (below, below + self.heads) if size)
-            raise InputError(f"hidden={self.hidden} does not divide into heads={self.heads}: try {remedy}")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout={self.dropout} is not in [0, 1): dropout=0 turns it off")
+        check_shape(self, "GPT", ("layers", "hidden", "heads", "vocabulary", "positions"))
 
     @property
     def residual_std(self) -> float:
@@ -66,14 +57,13 @@ class Embedding(nn.Module):
 
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.tokens = _embedding(config.vocabulary, config.hidden)
-        self.positions = _embedding(config.positions, config.hidden)
+        self.tokens = embedding(config.vocabulary, config.hidden)
+        self.positions = embedding(config.positions, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, ids: Tensor) -> Tensor:
-        tokens, positions = ids.shape[1], self.positions.num_embeddings
-        if tokens > positions:
-            raise InputError(f"samples of {tokens} tokens, but the model has positions={positions}: raise positions")
+        tokens = ids.shape[1]
+        check_length(tokens, self.positions.num_embeddings)
         place = torch.arange(tokens, device=ids.device)
         return self.dropout(self.tokens(ids) + self.positions(place))  # [batch, tokens, hidden]
 
@@ -99,8 +89,8 @@ class Attention(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
         self.heads = config.heads
-        self.qkv = _linear(config.hidden, 3 * config.hidden)
-        self.output = _linear(config.hidden, config.hidden, config.residual_std)
+        self.qkv = linear(config.hidden, 3 * config.hidden)
+        self.output = linear(config.hidden, config.hidden, config.residual_std)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,8 +106,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.input = _linear(config.hidden, 4 * config.hidden)
-        self.output = _linear(4 * config.hidden, config.hidden, config.residual_std)
+        self.input = linear(config.hidden, 4 * config.hidden)
+        self.output = linear(4 * config.hidden, config.hidden, config.residual_std)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,21 +121,7 @@ class Head(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden, NORM_EPS)
-        self.output = _linear(config.hidden, config.vocabulary, bias=False)
+        self.output = linear(config.hidden, config.vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.output(self.norm(x))  # [batch, tokens, vocabulary]
-
-
-def _linear(inputs: int, outputs: int, std: float = INITIAL_STD, bias: bool = True) -> nn.Linear:
-    linear = nn.Linear(inputs, outputs, bias=bias)
-    nn.init.normal_(linear.weight, std=std)
-    if bias:
-        nn.init.zeros_(linear.bias)
-    return linear
-
-
-def _embedding(rows: int, hidden: int) -> nn.Embedding:
-    embedding = nn.Embedding(rows, hidden)
-    nn.init.normal_(embedding.weight, std=INITIAL_STD)
-    return embedding

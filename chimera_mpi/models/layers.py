@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LayerFactory = Callable[[], nn.Module]
-"""Makes one layer, tensor to tensor, and draws its weights from torch's default generator."""
+"""Makes one layer, from tensors to a tensor or a tuple of them; its weights come from torch's default generator."""
+
+Loss = Callable[..., tuple[Tensor, Tensor]]
+"""(*outputs of the last layer, targets) -> sum, count."""
 
 IGNORED = -100
 """The target of a token that is not predicted."""
@@ -20,15 +23,16 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Model:
-    """Layers in the order in which data passes them, and the loss of the last one's output.
+    """Layers in the order in which data passes them, and the loss of the last one's outputs.
 
-    `loss(output, targets)` gives the SUM over the targets that are not `IGNORED`, and their count in the dtype of
-    the sum: the mean is taken once, over the whole mini-batch.
+    A layer is called with all tensors that the one before puts out. `loss(*outputs, targets)` gives a SUM and the
+    count that it is to be divided by, in the dtype of the sum: the mean is taken once, over the whole mini-batch.
+    A token model sums over the targets that are not `IGNORED`; `targets` is a tensor, or a tuple as the data has it.
     `tied` has groups of (layer index, parameter name) that are one parameter; the first of a group is its owner.
     """
 
     layers: tuple[LayerFactory, ...]
-    loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    loss: Loss
     tied: tuple[tuple[tuple[int, str], ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,7 +59,7 @@ def make_layer(
     Tied parameters hold their owner's values, in memory of their own.
     """
     index = range(len(model.layers))[index]
-    with _drawing_from(keyed_seed(seed, index)), torch.device("meta" if _is_meta(device) else "cpu"):
+    with drawing_from(keyed_seed(seed, index)), torch.device("meta" if _is_meta(device) else "cpu"):
         layer = model.layers[index]()
     layer.to(device=device, dtype=dtype)
     if not _is_meta(device):
@@ -91,7 +95,7 @@ def cross_entropy(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _drawing_from(seed: int) -> Iterator[None]:
+def drawing_from(seed: int) -> Iterator[None]:
     """torch's default generator at `seed`, in float32; afterwards both as they were."""
     dtype = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property, partial
+from math import lcm, log2
 from operator import add, mul
+from typing import Any
 
 from ..errors import InputError
-from ..schedule import Kind, Op
+from ..schedule import Kind, Op, Schedule
 
 PerStage = float | Sequence[float]
 
@@ -39,9 +42,13 @@ class Costs:
     stage whose output it is, or the gradient of whose output, take on `link`; on `node_link` if both workers
     are on one node, of `workers_per_node` each. `sends_block` keeps the sender busy meanwhile.
 
-    `allreduce_s` is a stage's all-reduce, which runs in the background but takes the share
-    `allreduce_busy` of its time from its worker. `jitter` makes each op longer or shorter by up to that
-    share, by chance, the same for the same `seed`.
+    A stage's all-reduce runs in the background but takes the share `allreduce_busy` of its time from its
+    worker. It is over as many replicas as the schedule has pipelines, in each of `groups` groups of workers
+    that train side by side (the paper's W), and takes `allreduce_s` plus what `gradient_bytes` take on `link`:
+    2 log2(r) latencies and 2 (r - 1) / r of the bytes over r replicas (Chimera, Section 3.4). Over one
+    replica it takes no time.
+
+    `jitter` makes each op longer or shorter by up to that share, by chance, the same for the same `seed`.
     """
 
     forward_s: PerStage = 1
@@ -57,6 +64,8 @@ class Costs:
     node_link: Link | None = None
     workers_per_node: int = 1
     sends_block: bool = False
+    gradient_bytes: PerStage = 0
+    groups: int = 1
     allreduce_busy: float = 0
     jitter: float = 0
     seed: int = 0
@@ -66,8 +75,9 @@ class Costs:
             if hasattr(value := getattr(self, name), "__len__"):
                 object.__setattr__(self, name, tuple(value))
         _check(self, *PER_STAGE, "jitter", "allreduce_busy")
-        if self.workers_per_node < 1:
-            raise InputError(f"workers_per_node must be at least 1, not {self.workers_per_node}")
+        for name in "workers_per_node", "groups":
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.jitter > 1 or self.allreduce_busy > 1:
             raise InputError("jitter and allreduce_busy are shares: try 0.1")
 
@@ -91,18 +101,57 @@ class Costs:
         """How long the all-reduce that `op` starts takes, once all replicas have started it."""
         return at_stage(self.allreduce_s, op.stage)
 
-    def for_stages(self, stages: int) -> Costs:
-        """These costs, if they suit a pipeline of so many stages, else an InputError with both numbers."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, tuple) and len(value) != stages:
-                raise InputError(f"{field.name} has values for {len(value)} stages, the schedule has {stages}")
-        return self
+    def on(self, schedule: Schedule) -> Costs:
+        """These costs where a stage has the replicas that `schedule` gives it: `allreduce_s` is all there is.
+
+        Raises InputError, with both numbers, if they are for another number of stages.
+        """
+        for name in PER_STAGE:
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != schedule.stages:
+                raise InputError(f"{name} has values for {len(value)} stages, the schedule has {schedule.stages}")
+        replicas = len(schedule.pipes) * self.groups
+        if replicas == 1:
+            return replace(self, allreduce_s=0, gradient_bytes=0) if self.allreduce_s or self.gradient_bytes else self
+        return self._reducing_over(replicas) if self.gradient_bytes else self
+
+    def _reducing_over(self, replicas: int) -> Costs:
+        link = self.link or Link()
+        latency_s, share = 2 * log2(replicas) * link.latency_s, Fraction(2 * (replicas - 1), replicas)
+        gradients_s = per_stage(
+            lambda size_bytes: latency_s + share * size_bytes * link.s_per_byte, self.gradient_bytes
+        )
+        return replace(self, allreduce_s=per_stage(add, self.allreduce_s, gradients_s), gradient_bytes=0)
+
+    def in_ticks(self) -> tuple[Costs, int]:
+        """These costs in ticks, of which all times are whole numbers, and the ticks of a second.
+
+        So sums are as exact as with fractions, and much quicker. With jitter nothing is exact: a tick is a second.
+        """
+        if self.jitter:
+            return self, 1
+        per_s = 2 * lcm(*(Fraction(number).denominator for number in self._times()))  # a backward may be halved
+        ticks = partial(_times_over, per_s)
+        changes: dict[str, Any] = {
+            name: per_stage(ticks, value) for name in TIMES if (value := getattr(self, name)) is not None
+        }
+        for name in "link", "node_link":
+            if link := getattr(self, name):
+                changes[name] = Link(ticks(link.latency_s), ticks(link.s_per_byte))
+        return replace(self, **changes), per_s
+
+    def _times(self) -> Iterator[float]:
+        """All numbers of seconds in these costs."""
+        for name in TIMES:
+            value = getattr(self, name)
+            yield from value if isinstance(value, tuple) else () if value is None else (value,)
+        for link in filter(None, (self.link, self.node_link)):
+            yield from (link.latency_s, link.s_per_byte)
 
     @cached_property
     def _of_kind(self) -> dict[Kind, PerStage]:
         again = self.forward_s if self.recompute else 0
-        halves = per_stage(lambda seconds: seconds / 2, self.backward_s)
+        halves = per_stage(_half, self.backward_s)
         return {
             Kind.FORWARD: self.forward_s,
             Kind.BACKWARD: per_stage(add, self.backward_s, again),
@@ -139,7 +188,20 @@ PER_STAGE = (
     "allreduce_s",
     "update_s",
     "message_bytes",
+    "gradient_bytes",
 )
+TIMES = tuple(name for name in PER_STAGE if name.endswith("_s"))
+
+
+def _half(seconds: float) -> float:
+    """Half of it, a whole number where that is one."""
+    return seconds // 2 if isinstance(seconds, int) and seconds % 2 == 0 else seconds / 2
+
+
+def _times_over(factor: int, number: float) -> float:
+    """Their product, exactly."""
+    product = Fraction(number) * factor
+    return product.numerator if product.denominator == 1 else product  # type: ignore[return-value]
 
 
 def _check(costs: Costs | Link, *names: str) -> None:

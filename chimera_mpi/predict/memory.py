@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..schedule import COMPUTE, FREES, Kind, Op, Place, Schedule, used_versions
+from ..schedule import COMPUTE, HOLDS, Kind, Op, Place, Schedule, used_versions
 from ..schedule.list_scheduler import peaks
 from ..timeline import Span, Timeline
 from .costs import PerStage, at_stage
@@ -48,10 +48,9 @@ def _levels(row: tuple[Span, ...], activation_bytes: PerStage, held: float) -> I
     yield Level(0, held)
     for span in row:
         size_bytes = at_stage(activation_bytes, span.op.stage)
-        if span.op.kind is Kind.FORWARD:
-            yield Level(span.start_s, held := held + size_bytes)
-        elif span.op.kind in FREES:
-            yield Level(span.end_s, held := held - size_bytes)
+        if change := HOLDS[span.op.kind]:
+            held += change * size_bytes
+            yield Level(span.start_s if change > 0 else span.end_s, held)
 
 
 def peak_bytes(timeline: Timeline, activation_bytes: PerStage = 1, weight_bytes: PerStage = 0) -> tuple[Level, ...]:
@@ -65,6 +64,8 @@ def weight_versions(schedule: Schedule) -> list[int]:
 
     A version is kept from the update that makes it to the last op that uses it (see `used_versions`).
     """
+    if schedule.updates < 2:
+        return [1] * schedule.depth
     used = used_versions(schedule)
     return [max(_versions_kept(order, used), default=1) for order in schedule.orders]
 

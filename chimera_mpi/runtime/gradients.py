@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -61,26 +62,36 @@ class Bucket:
 class Gradients:
     """All gradients of one worker.
 
-    Each copy of a stage has a bucket that ends in the number of target tokens: losses are sums, their
-    gradients are summed over micro-batches and replicas, and divided once, by the count that rode with
-    them. Tied parameters have a bucket of their own, summed over all that hold one of the tied stages.
+    Each stage has a bucket, shared by its copies on this worker, that ends in the number of target tokens:
+    losses are sums, their gradients are summed over micro-batches and replicas, and divided once, by the
+    count that rode with them. Tied parameters have a bucket of their own, summed over all that hold one of
+    the tied stages.
     """
 
     def __init__(
         self, grid: Grid, schedule: Schedule, stages: Mapping[Place, Stage], ties: Sequence[Tie], patience: Patience
     ):
         self.patience = patience
+        self._pieces: dict[nn.Parameter, torch.Tensor] = {}
         self._own: dict[Place, Bucket] = {}
         self._of_place: dict[Place, list[Bucket]] = {place: [] for place in stages}
         copies = [find_copies(tie, stages) for tie in ties]
         tied = {id(parameter) for tie in copies for parameters in tie.values() for parameter in parameters}
-        for place in sorted(stages, key=lambda place: (-place[1], place[0])):
-            own = [p for p in stages[place].parameters() if p.requires_grad and id(p) not in tied]
-            comm = grid.replicas(holders(schedule, [place[1]]))
-            self._own[place] = self._add({place: own}, comm, counted=True)
+        for stage in sorted({stage for _, stage in stages}, reverse=True):
+            own = {
+                place: [p for p in trainable(module) if id(p) not in tied]
+                for place, module in stages.items()
+                if place[1] == stage
+            }
+            bucket = self._add(own, grid.replicas(holders(schedule, [stage])), counted=True)
+            self._own.update(dict.fromkeys(own, bucket))
         for tie, here in zip(ties, copies, strict=True):
             if here:
                 self._add(here, grid.replicas(holders(schedule, tie.stages)), counted=False)
+
+    def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Where the gradient of a parameter adds up; None for one that is frozen."""
+        return self._pieces.get(parameter)
 
     def count(self, place: Place, targets: torch.Tensor) -> None:
         """Add a micro-batch's number of target tokens to those whose gradients `place` has summed."""
@@ -125,14 +136,34 @@ class Gradients:
         """A bucket whose pieces are the gradients of the parameters, which are the same ones at each place."""
         first = next(iter(parameters.values()))
         size = sum(p.numel() for p in first)
-        flat = torch.zeros(size + counted, dtype=first[0].dtype if first else torch.float64)
+        flat = torch.zeros(size + counted, dtype=accumulated_in(first[0].dtype) if first else torch.float64)
         for same in parameters.values():
             for p, piece in zip(same, flat[:size].split([p.numel() for p in same]), strict=True):
-                p.grad = piece.view_as(p)
+                self._pieces[p] = piece.view_as(p)
+                bind(p, self._pieces[p])
         bucket = Bucket(flat, flat[:size], comm, frozenset(parameters))
         for place in parameters:
             self._of_place[place].append(bucket)
         return bucket
+
+
+def accumulated_in(dtype: torch.dtype) -> torch.dtype:
+    """Gradients of half precision add up, and are reduced, in single."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def bind(parameter: nn.Parameter, piece: torch.Tensor) -> None:
+    """Let autograd add the gradient of `parameter` to `piece`, which may have a wider type."""
+    if piece.dtype == parameter.dtype:
+        parameter.grad = piece
+    else:
+        parameter.register_post_accumulate_grad_hook(partial(_pour, piece))
+
+
+def _pour(piece: torch.Tensor, parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        piece.add_(parameter.grad)
+        parameter.grad = None
 
 
 class Clip:
@@ -163,6 +194,10 @@ def ties_across(model_ties: Sequence[Sequence[tuple[int, str]]], cuts: Sequence[
     stage_of = {layer: stage for stage, layers in enumerate(cuts) for layer in layers}
     ties = [Tie(tuple((stage_of[layer], layer, name) for layer, name in group)) for group in model_ties]
     return [tie for tie in ties if len(tie.stages) > 1]
+
+
+def trainable(stage: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in stage.parameters() if parameter.requires_grad]
 
 
 def find_copies(tie: Tie, stages: Mapping[Place, Stage]) -> dict[Place, list[nn.Parameter]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 
 @dataclass(frozen=True)
@@ -18,18 +18,45 @@ class Recipe:
     weight_decay: float = 0.1
     momentum: float = 0.0
 
-    def build(self, stage: nn.Module) -> torch.optim.Optimizer | None:
-        """The optimizer of a stage's trainable parameters, or None where there are none.
+    def build(self, weights: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
+        """The optimizer of these weights, or None where there are none.
 
         Matrices decay, vectors (biases, gains of norms) do not. The learning rate is set at each update.
         """
-        trainable = [p for p in stage.parameters() if p.requires_grad]
+        weights = list(weights)
         groups = [
-            {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [w for w in weights if w.dim() >= 2], "weight_decay": self.weight_decay},
+            {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         return OPTIMIZERS[self.name](self, groups) if groups else None
+
+
+class Lamb(torch.optim.Optimizer):
+    """AdamW whose update of each tensor is as long as the tensor itself, times the learning rate (You et al. 2020)."""
+
+    def __init__(self, params: Iterable, betas: tuple[float, float], eps: float = 1e-6):
+        super().__init__(params, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                direction = self._direction(weight, group)
+                length, step_length = weight.norm(), direction.norm()
+                trust = torch.where((length > 0) & (step_length > 0), length / step_length, 1.0)
+                weight.sub_(direction * (group["lr"] * trust))
+
+    def _direction(self, weight: torch.Tensor, group: dict) -> torch.Tensor:
+        """Adam's step before the learning rate, and the decay."""
+        state, (beta1, beta2), gradient = self.state[weight], group["betas"], weight.grad
+        assert gradient is not None
+        if not state:
+            state.update(step=0, mean=torch.zeros_like(weight), square=torch.zeros_like(weight))
+        state["step"] += 1
+        mean = state["mean"].lerp_(gradient, 1 - beta1) / (1 - beta1 ** state["step"])
+        square = state["square"].lerp_(gradient.square(), 1 - beta2) / (1 - beta2 ** state["step"])
+        return mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * weight
 
 
 def _adamw(recipe: Recipe, groups: list[dict]) -> torch.optim.Optimizer:
@@ -40,7 +67,15 @@ def _sgd(recipe: Recipe, groups: list[dict]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum, fused=True)
 
 
-OPTIMIZERS = {"adamw": _adamw, "sgd": _sgd}
+def _lamb(recipe: Recipe, groups: list[dict]) -> torch.optim.Optimizer:
+    return Lamb(groups, recipe.betas)
+
+
+def _adafactor(recipe: Recipe, groups: list[dict]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(groups, lr=0.0)
+
+
+OPTIMIZERS = {"adamw": _adamw, "sgd": _sgd, "lamb": _lamb, "adafactor": _adafactor}
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,18 @@ from functools import cache
 
 import torch
 
+from ..errors import InputError
 from ..models import Model
+from ..predict.partition import cut_uniformly
 from ..schedule import Schedule, forward_only
 from ..timeline import Span
 from .gradients import Clip, Gradients, ties_across
 from .grid import Grid
 from .mailbox import Delivery, Mailbox, Spec
 from .optimizer import Recipe
-from .stage import Boundaries, Stage, cut_uniformly, trace
+from .stage import Boundaries, Recompute, Stage, trace
 from .waiting import Patience
+from .weights import weights_of
 from .worker import Evaluator, Feed, Sums, Worker
 
 
@@ -28,9 +31,11 @@ class Settings:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     recipe: Recipe = Recipe()
+    recompute: Recompute = Recompute()
     clip: float | None = None
     delivery: Delivery = Delivery()
     patience: Patience | None = None
+    cuts: tuple[range, ...] | None = None  # the layers of each stage; uniform by default
 
 
 class Pipeline:
@@ -43,39 +48,49 @@ class Pipeline:
         model: Model,
         inputs: Sequence[Sequence[Spec]],
         settings: Settings = Settings(),
+        *,
+        steps: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """`inputs[n]` are the tensors that enter stage 0 with micro-batch n of this rank's pipeline group."""
+        """`inputs[n]` are the tensors that enter stage 0 with micro-batch n of this rank's pipeline group;
+        the schedule covers `steps` steps."""
         self.schedule, self.model = schedule, model
         self.grid, self.patience = grid, settings.patience or grid.node.patience
-        self.cuts = cut_uniformly(len(model.layers), schedule.stages)
+        self.cuts = list(settings.cuts or cut_uniformly(len(model.layers), schedule.stages))
         traced = cache(lambda specs: trace(model, specs, settings.dtype))
         self.traces = [traced(tuple(specs)) for specs in inputs]
         self.stages = {
             place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype)
             for place in schedule.places(self.grid.worker)
         }
-        gradients = Gradients(self.grid, schedule, self.stages, ties_across(model.tied, self.cuts), self.patience)
+        ties = ties_across(model.tied, self.cuts)
+        if ties and schedule.updates > 1:
+            raise InputError(
+                f"{schedule.scheme} holds its stages at several versions, tied weights at one: set tied=false"
+            )
+        gradients = Gradients(self.grid, schedule, self.stages, ties, self.patience)
         self.worker = Worker(
             schedule,
             self.stages,
             model.loss,
             self._mailbox(schedule, settings),
             gradients,
-            {place: settings.recipe.build(stage) for place, stage in self.stages.items()},
-            Clip(self.grid.world, settings.clip, self.patience) if settings.clip else None,
-            clock,
+            {p: weights_of(stage, settings.recipe, gradients, schedule, p) for p, stage in self.stages.items()},
+            recompute=settings.recompute,
+            clip=Clip(self.grid.world, settings.clip, self.patience) if settings.clip else None,
+            steps=steps,
+            clock=clock,
         )
         forwards = forward_only(schedule)
         self.evaluator = Evaluator(forwards, self.stages, model.loss, self._mailbox(forwards, settings))
 
-    def step(self, feed: Feed, learning_rate: float) -> tuple[list[Span], Sums]:
-        """Train on a mini-batch. Returns this worker's spans, and its part of what all workers add up."""
-        return self.worker.step(feed, learning_rate), self.worker.sums
+    def run(self, feed: Feed, first_step: int, learning_rate: Callable[[int], float]) -> tuple[list[Span], list[Sums]]:
+        """Train for the steps of the schedule. Returns this worker's spans, and its part of each step's sums."""
+        return self.worker.run(feed, first_step, learning_rate)
 
-    def evaluate(self, feed: Feed) -> Sums:
-        """Only the loss of a mini-batch: this worker's part of it."""
-        return self.evaluator.run(feed)
+    def evaluate(self, feed: Feed, step: int) -> Sums:
+        """Only the loss of the schedule's micro-batches: this worker's part of it."""
+        return self.evaluator.run(feed, step)
 
     def _mailbox(self, schedule: Schedule, settings: Settings) -> Mailbox:
         boundaries = Boundaries(schedule, self.cuts, self.traces)

@@ -11,19 +11,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..errors import InputError
 from ..models import Model, keyed_seed, make_layer
 from ..schedule import Kind, Op, Schedule
 from .mailbox import Spec, Tensors
 
 COUNT = Spec((), torch.float64)
-
-
-def cut_uniformly(layers: int, stages: int) -> list[range]:
-    """Contiguous runs of layers, as equal as can be. Raises InputError if a stage would have none."""
-    if stages > layers:
-        raise InputError(f"{stages} stages need as many layers, and the model has {layers}: try depth={layers} or less")
-    return [range(stage * layers // stages, (stage + 1) * layers // stages) for stage in range(stages)]
 
 
 class Stage(nn.Module):
@@ -35,12 +27,12 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(make_layer(model, index, seed, dtype=dtype) for index in layers)
         self._share_tied(model)
 
-    def forward(self, tensors: Tensors, step: int, micro_batch: int) -> Tensors:
-        """`micro_batch` counts over the whole step, whichever replica does it."""
-        for index, layer in zip(self.indices, self.layers, strict=True):
+    def forward(self, tensors: Tensors, layers: range, step: int, micro_batch: int) -> Tensors:
+        """Run `layers`, of those of the stage; `micro_batch` counts over the whole step, whichever replica does it."""
+        for index in layers:
             if self.training:
                 torch.default_generator.manual_seed(keyed_seed(self.seed, step, micro_batch, index))
-            output = layer(*tensors)
+            output = self.layer(index)(*tensors)
             tensors = output if isinstance(output, tuple) else (output,)
         return tensors
 
@@ -59,6 +51,19 @@ class Stage(nn.Module):
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     path, _, attribute = name.rpartition(".")
     setattr(module.get_submodule(path), attribute, parameter)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is forgotten after the forward and computed anew on the way back: nothing, the whole stage, or
+    `layers` layers at a time, of which only the input is kept."""
+
+    what: str = "none"  # none, stage or layer
+    layers: int = 1
+
+    def segments(self, layers: range) -> list[range]:
+        size = self.layers if self.what == "layer" else len(layers)
+        return [layers[start : start + size] for start in range(0, len(layers), size)]
 
 
 @dataclass(frozen=True)

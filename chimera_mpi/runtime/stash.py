@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 from ..schedule import Op
 from .mailbox import Tensors
+from .tape import Tape
 
 
 class Kept(NamedTuple):
-    """The tensors that entered and left a stage; of the last stage the loss, and its number of targets."""
+    """The tape of a micro-batch at a stage; at the last stage also its number of targets."""
 
-    inputs: Tensors
-    outputs: Tensors
+    tape: Tape
     targets: Tensors
 
 
 class Stash:
-    """Kept tensors by (pipe, stage, micro-batch), and the most that were there at once."""
+    """What is kept by (pipe, stage, micro-batch), and the most that were there at once."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int, int], Kept] = {}
@@ -26,6 +26,9 @@ class Stash:
     def put(self, op: Op, kept: Kept) -> None:
         self._kept[op[1:]] = kept
         self.peak = max(self.peak, len(self._kept))
+
+    def get(self, op: Op) -> Kept:
+        return self._kept[op[1:]]
 
     def pop(self, op: Op) -> Kept:
         return self._kept.pop(op[1:])

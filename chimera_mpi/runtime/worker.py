@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,12 @@ from ..schedule import Kind, Op, Place, Schedule
 from ..timeline import Span
 from .gradients import Clip, Gradients
 from .mailbox import Mailbox, Tensors
-from .stage import COUNT, Stage
+from .stage import COUNT, Recompute, Stage
 from .stash import Kept, Stash
+from .tape import Segment, Tape, start_graph
+from .weights import Weights
 
-Loss = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (outputs of the last layer, targets) -> sum, count
+Loss = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (*outputs of the last layer, *targets) -> sum, count
 Handler = tuple[Callable[[Op], Tensors], Callable[[Op, Tensors], None]]
 
 
@@ -25,21 +28,18 @@ class MicroBatch(NamedTuple):
     """`number` counts the micro-batches of a step over all pipeline groups."""
 
     inputs: Tensors
-    targets: torch.Tensor
+    targets: Tensors
+    step: int
     number: int
 
 
-class Feed(NamedTuple):
-    """The micro-batches of one step of one pipeline group, by their index in the group."""
-
-    step: int
-    micro_batch: Callable[[int], MicroBatch]
+Feed = Callable[[int], MicroBatch]  # the micro-batches of a pipeline group, by their index in the schedule
 
 
 @dataclass
 class Sums:
     """What a worker adds up over a step, for all workers to add up: the losses and target tokens of its last
-    stages, and its share of the squared gradient norm."""
+    stages, and its share of the squared gradient norm (of the step's last update, where it has several)."""
 
     loss: float = 0.0
     targets: float = 0.0
@@ -68,7 +68,7 @@ def interpret(
 
 
 class Worker:
-    """Trains its copies of stages as the schedule says."""
+    """Trains its copies of stages as the schedule says, which covers `steps` steps: one, or more of a stream."""
 
     def __init__(
         self,
@@ -77,57 +77,97 @@ class Worker:
         loss: Loss,
         mailbox: Mailbox,
         gradients: Gradients,
-        optimizers: Mapping[Place, torch.optim.Optimizer | None],
+        weights: Mapping[Place, Weights],
+        *,
+        recompute: Recompute = Recompute(),
         clip: Clip | None = None,
+        steps: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.schedule, self.stages, self.loss = schedule, stages, loss
-        self.mailbox, self.gradients, self.optimizers, self.clip = mailbox, gradients, optimizers, clip
-        self.clock, self.worker = clock, mailbox.comm.rank
-        self.stash, self.sums = Stash(), Sums()
+        self.mailbox, self.gradients, self.weights = mailbox, gradients, weights
+        self.recompute, self.clip, self.steps, self.clock = recompute, clip, steps, clock
+        self.worker, self.stash = mailbox.comm.rank, Stash()
         self._handlers: dict[Kind, Handler] = {
             Kind.FORWARD: (self.mailbox.receive, self._forward),
             Kind.BACKWARD: (self.mailbox.receive, self._backward),
+            Kind.INPUT: (self.mailbox.receive, self._input),
+            Kind.WEIGHT: (_nothing, self._weight),
             Kind.REDUCE: (_nothing, self._reduce),
             Kind.UPDATE: (self._await_gradients, self._update),
         }
 
-    def step(self, feed: Feed, learning_rate: float) -> list[Span]:
-        """Do one step; what it adds up is in `sums` afterwards. Raises OpFailed."""
-        self.feed, self.sums = feed, Sums()
-        for optimizer in filter(None, self.optimizers.values()):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
+    def run(self, feed: Feed, first_step: int, learning_rate: Callable[[int], float]) -> tuple[list[Span], list[Sums]]:
+        """Do the steps from `first_step` on. Returns the spans, and what was added up in each step.
+
+        Raises OpFailed.
+        """
+        self._feed, self._first_step, self._learning_rate = feed, first_step, learning_rate
+        self._sums = [Sums() for _ in range(self.steps)]
         for stage in self.stages.values():
             stage.train()
         self.mailbox.open()
-        spans = interpret(self.schedule, self.worker, self._handlers, feed.step, self.clock)
+        spans = interpret(self.schedule, self.worker, self._handlers, first_step, self.clock)
         self.mailbox.flush()
         self.stash.flush()
-        return spans
+        for weights in self.weights.values():
+            weights.flush()
+        return spans, self._sums
 
     def _forward(self, op: Op, received: Tensors) -> None:
-        batch = self.feed.micro_batch(op.index)
-        inputs = require_gradients(received) if op.stage else batch.inputs
-        outputs = self.stages[op.place](inputs, self.feed.step, batch.number)
-        counted: Tensors = ()
-        if op.stage + 1 < self.schedule.stages:
-            self.mailbox.send(op, outputs)
+        batch = self._feed(op.index)
+        self.weights[op.place].use(op)
+        tape = Tape(self._segments(op, batch), self.recompute.what != "none")
+        outputs = tape.forward(start_graph(received) if op.stage else batch.inputs)
+        self.stash.put(op, Kept(tape, outputs[1:] if self._is_last(op) else ()))
+        if self._is_last(op):
+            self._add_loss(op, *outputs)
         else:
-            loss, targets = self.loss(*outputs, batch.targets)
-            outputs, counted = (loss,), (targets,)
-            self.sums.loss += loss.item()
-            self.sums.targets += targets.item()
-        self.stash.put(op, Kept(inputs, outputs, counted))
+            self.mailbox.send(op, outputs)
         self._poke()
+
+    def _segments(self, op: Op, batch: MicroBatch) -> list[Segment]:
+        """The stage's layers as this micro-batch goes through them; the loss comes last."""
+        stage = self.stages[op.place]
+        runs = self.recompute.segments(stage.indices)
+        segments: list[Segment] = [partial(stage, layers=r, step=batch.step, micro_batch=batch.number) for r in runs]
+        if self._is_last(op):
+            segments[-1] = partial(_then_loss, segments[-1], self.loss, batch.targets)
+        return segments
+
+    def _add_loss(self, op: Op, loss: torch.Tensor, targets: torch.Tensor) -> None:
+        sums = self._sums[op.index * self.steps // self.schedule.micro_batches]
+        sums.loss += loss.item()
+        sums.targets += targets.item()
 
     def _backward(self, op: Op, received: Tensors) -> None:
         kept = self.stash.pop(op)
-        *gradients, targets = received or (torch.ones_like(kept.outputs[0]), *kept.targets)
-        backpropagate(kept.outputs, gradients)
+        gradients, targets = self._entering(op, kept, received)
+        self.weights[op.place].use(op)
+        self._send_back(op, kept.tape.backward(gradients), targets)
         self.gradients.count(op.place, targets)
+
+    def _input(self, op: Op, received: Tensors) -> None:
+        kept = self.stash.get(op)
+        gradients, targets = self._entering(op, kept, received)
+        self.weights[op.place].use(op)
+        self._send_back(op, kept.tape.backward_inputs(gradients), targets)
+        self.gradients.count(op.place, targets)
+
+    def _weight(self, op: Op, received: Tensors) -> None:
+        self.stash.pop(op).tape.backward_weights()
+        self._poke()
+
+    def _entering(self, op: Op, kept: Kept, received: Tensors) -> tuple[Tensors, torch.Tensor]:
+        """The gradients of a stage's outputs, and the number of targets that rides with them."""
+        if self._is_last(op):
+            targets = kept.targets[0]
+            return (torch.ones_like(targets), torch.zeros_like(targets)), targets
+        return received[:-1], received[-1]
+
+    def _send_back(self, op: Op, gradients: Tensors, targets: torch.Tensor) -> None:
         if op.stage:
-            self.mailbox.send(op, (*input_gradients(kept.inputs), targets.to(COUNT.dtype)))
+            self.mailbox.send(op, (*gradients, targets.to(COUNT.dtype)))
         self._poke()
 
     def _reduce(self, op: Op, received: Tensors) -> None:
@@ -137,15 +177,26 @@ class Worker:
         if not self.gradients.settled(op.place):
             places = self.stages if self.clip else [op.place]
             squares = math.fsum(self.gradients.settle(place) for place in places)
-            self.sums.square_norm += squares
+            self._add_squares(op, squares)
             if self.clip:
                 self.gradients.scale(self.clip.factor(squares))
         return ()
 
+    def _add_squares(self, op: Op, squares: float) -> None:
+        """Of the last update of a step."""
+        step = self._step_of(op)
+        if op.index + 1 == self.schedule.updates * (step + 1) // self.steps:
+            self._sums[step].square_norm += squares
+
     def _update(self, op: Op, received: Tensors) -> None:
-        if optimizer := self.optimizers[op.place]:
-            optimizer.step()
+        self.weights[op.place].update(self._learning_rate(self._first_step + self._step_of(op)))
         self.gradients.release(op.place)
+
+    def _step_of(self, update: Op) -> int:
+        return update.index * self.steps // self.schedule.updates
+
+    def _is_last(self, op: Op) -> bool:
+        return op.stage + 1 == self.schedule.stages
 
     def _poke(self) -> None:
         self.mailbox.poke()
@@ -160,42 +211,28 @@ class Evaluator:
         self._handlers: dict[Kind, Handler] = {Kind.FORWARD: (mailbox.receive, self._forward)}
 
     @torch.no_grad()
-    def run(self, feed: Feed) -> Sums:
-        self.feed, self.sums = feed, Sums()
+    def run(self, feed: Feed, step: int) -> Sums:
+        self._feed, self._sums = feed, Sums()
         for stage in self.stages.values():
             stage.eval()
         self.mailbox.open()
-        interpret(self.schedule, self.mailbox.comm.rank, self._handlers, feed.step, time.perf_counter)
+        interpret(self.schedule, self.mailbox.comm.rank, self._handlers, step, time.perf_counter)
         self.mailbox.flush()
-        return self.sums
+        return self._sums
 
     def _forward(self, op: Op, received: Tensors) -> None:
-        batch = self.feed.micro_batch(op.index)
-        outputs = self.stages[op.place](received if op.stage else batch.inputs, self.feed.step, batch.number)
+        batch, stage = self._feed(op.index), self.stages[op.place]
+        outputs = stage(received if op.stage else batch.inputs, stage.indices, batch.step, batch.number)
         if op.stage + 1 < self.schedule.stages:
             self.mailbox.send(op, outputs)
         else:
-            loss, targets = self.loss(*outputs, batch.targets)
-            self.sums.loss += loss.item()
-            self.sums.targets += targets.item()
+            loss, targets = self.loss(*outputs, *batch.targets)
+            self._sums.loss += loss.item()
+            self._sums.targets += targets.item()
 
 
-def require_gradients(tensors: Tensors) -> Tensors:
-    return tuple(tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in tensors)
-
-
-def backpropagate(outputs: Tensors, gradients: Sequence[torch.Tensor]) -> None:
-    """Run autograd back from a stage's outputs; there is a gradient for each that is a floating one."""
-    floating = [tensor for tensor in outputs if tensor.is_floating_point()]
-    pairs = [(t, gradient) for t, gradient in zip(floating, gradients, strict=True) if t.requires_grad]
-    if pairs:
-        torch.autograd.backward([t for t, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def input_gradients(inputs: Tensors) -> Tensors:
-    """The gradient of each floating input, zeros where the loss does not depend on it."""
-    floating = (tensor for tensor in inputs if tensor.is_floating_point())
-    return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in floating)
+def _then_loss(segment: Segment, loss: Loss, targets: Tensors, tensors: Tensors) -> Tensors:
+    return loss(*segment(tensors), *targets)
 
 
 def _nothing(op: Op) -> Tensors:

@@ -1,10 +1,12 @@
 """Pipeline schedules as values. Needs nothing beyond the standard library."""
 
 from .check import check
+from .collector import paused_collector
 from .list_scheduler import Plan, list_schedule, ordered_for
 from .ops import (
     COMPUTE,
     FREES,
+    HOLDS,
     Deadlock,
     Kind,
     Message,
@@ -17,9 +19,10 @@ from .ops import (
     needs,
     repeat,
     walk,
+    without_updates,
 )
-from .schemes import ALIASES, SCHEMES, build, nearest, options_of, used_versions
-from .search import Found, improve, lower_bound
+from .schemes import ALIASES, SCHEMES, STREAMS, build, nearest, options_of, used_versions
+from .search import Found, Progress, improve, lower_bound
 from .sync import SYNCS
 from .text import dumps, loads, read
 
@@ -27,7 +30,9 @@ __all__ = [
     "ALIASES",
     "COMPUTE",
     "FREES",
+    "HOLDS",
     "SCHEMES",
+    "STREAMS",
     "SYNCS",
     "Deadlock",
     "Found",
@@ -36,6 +41,7 @@ __all__ = [
     "Op",
     "Place",
     "Plan",
+    "Progress",
     "Schedule",
     "ScheduleError",
     "build",
@@ -51,8 +57,10 @@ __all__ = [
     "needs",
     "options_of",
     "ordered_for",
+    "paused_collector",
     "read",
     "repeat",
     "used_versions",
     "walk",
+    "without_updates",
 ]

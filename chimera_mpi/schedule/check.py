@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise, product
 
+from .collector import paused_collector
 from .explain import rows_around
 from .list_scheduler import peaks
-from .ops import Kind, Needs, Op, Schedule, ScheduleError, needs, walk
+from .ops import HOLDS, Kind, Needs, Op, Schedule, ScheduleError, needs, walk
 from .schemes import LIVE, SCHEMES, STREAMS, used_versions
 
 
+@paused_collector()
 def check(schedule: Schedule) -> Schedule:
     """Return `schedule` if it can be carried out, else raise `ScheduleError` with the worker and op at fault.
 
@@ -61,9 +63,12 @@ def _check_each_op_once(schedule: Schedule) -> None:
     done = {op for order in schedule.orders for op in order}
     if len(done) < sum(map(len, schedule.orders)):
         raise _doubled(schedule)
+    expected = expected_ops(schedule)
+    if done == expected and len(schedule.pipe_of) == 1 + max(schedule.pipe_of, default=-1):
+        return
     if (missing := missing_op(schedule)) is not None:
         raise _missing(schedule, missing)
-    if extra := done - expected_ops(schedule):
+    if extra := done - expected:
         op = min(extra)
         worker = schedule.worker(op)
         raise fault(schedule, worker, schedule.orders[worker].index(op), "nothing asks for it")
@@ -180,5 +185,5 @@ def _check_memory(schedule: Schedule) -> None:
             while live <= limit:
                 at += 1
                 op = schedule.orders[worker][at]
-                live += (op.kind is Kind.FORWARD) - (op.kind in (Kind.BACKWARD, Kind.WEIGHT))
+                live += HOLDS[op.kind]
             raise fault(schedule, worker, at, f"it is the {live}. activation held at once, the scheme allows {limit}")

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from .ops import COMPUTE, FREES, Kind, Op, Schedule, ScheduleError, needs
+from .ops import COMPUTE, FREES, HOLDS, Kind, Op, Schedule, ScheduleError, needs
 from .sync import with_updates
 from .timing import OpCosts, makespan
 
@@ -60,8 +60,9 @@ def peaks(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[floa
     for order in schedule.orders:
         live = peak = 0.0
         for op in order:
-            live += ((op.kind is Kind.FORWARD) - (op.kind in FREES)) * (sizes[op.stage] if sizes else 1)
-            peak = max(peak, live)
+            live += HOLDS[op.kind] * (sizes[op.stage] if sizes else 1)
+            if live > peak:
+                peak = live
         most.append(peak)
     return most
 
@@ -131,7 +132,7 @@ class _Memory:
 
     def start(self, worker: int, op: Op) -> bool:
         """Take and give what `op` does; True when the oldest micro-batch is through."""
-        size = self._sizes[op.stage] * ((op.kind is Kind.FORWARD) - (op.kind in FREES))
+        size = self._sizes[op.stage] * HOLDS[op.kind]
         self._free[worker] -= size
         self._held[op.index][worker] += size  # type: ignore[assignment]
         self._left[op.index] -= op.kind in FREES

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from ..errors import InputError
@@ -31,7 +31,8 @@ class Kind(str, Enum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
-FREES = (Kind.BACKWARD, Kind.WEIGHT)  # what ends the life of an activation
+HOLDS = {kind: 0 for kind in Kind} | {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}  # activations, more or fewer
+FREES = tuple(kind for kind in Kind if HOLDS[kind] < 0)
 
 
 class Op(NamedTuple):
@@ -50,6 +51,8 @@ class Op(NamedTuple):
     def place(self) -> Place:
         return self.pipe, self.stage
 
+
+_op: Callable[[tuple[Kind, int, int, int]], Op] = partial(tuple.__new__, Op)  # Op(...) in half the time
 
 Place = tuple[int, int]  # (pipe, stage): where one copy of a stage's weights lives
 
@@ -117,11 +120,11 @@ class Schedule:
 
     def input_gradient(self, pipe: int, stage: int, index: int) -> Op:
         """The op that makes the gradient of the stage's input."""
-        return Op(Kind.INPUT if (pipe, stage, index) in self.split else Kind.BACKWARD, pipe, stage, index)
+        return _op((Kind.INPUT if (pipe, stage, index) in self.split else Kind.BACKWARD, pipe, stage, index))
 
     def weight_gradient(self, pipe: int, stage: int, index: int) -> Op:
         """The op that makes the gradient of the stage's weights."""
-        return Op(Kind.WEIGHT if (pipe, stage, index) in self.split else Kind.BACKWARD, pipe, stage, index)
+        return _op((Kind.WEIGHT if (pipe, stage, index) in self.split else Kind.BACKWARD, pipe, stage, index))
 
 
 def needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
@@ -131,13 +134,13 @@ def needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
     """
     kind, pipe, stage, index = op
     if kind is Kind.FORWARD:
-        return (Op(Kind.FORWARD, pipe, stage - 1, index),) if stage else ()
+        return (_op((Kind.FORWARD, pipe, stage - 1, index)),) if stage else ()
     if kind is Kind.BACKWARD or kind is Kind.INPUT:
-        own = Op(Kind.FORWARD, pipe, stage, index)
+        own = _op((Kind.FORWARD, pipe, stage, index))
         last = stage + 1 == schedule.stages
         return (own,) if last else (own, schedule.input_gradient(pipe, stage + 1, index))
     if kind is Kind.WEIGHT:
-        return (Op(Kind.INPUT, pipe, stage, index),)
+        return (_op((Kind.INPUT, pipe, stage, index)),)
     if kind is Kind.REDUCE:
         return tuple(schedule.weight_gradient(pipe, stage, n) for n in schedule.shares.get((pipe, index), ()))
     return tuple(Op(Kind.REDUCE, p, stage, index) for p in range(len(schedule.pipes)))
@@ -147,6 +150,12 @@ def forward_only(schedule: Schedule) -> Schedule:
     """The same pipelines and micro-batches without a way back: an evaluation."""
     forwards = (tuple(op for op in order if op.kind is Kind.FORWARD) for order in schedule.orders)
     return replace(schedule, orders=tuple(forwards))
+
+
+def without_updates(schedule: Schedule) -> Schedule:
+    """The compute ops alone."""
+    orders = (tuple(op for op in order if op.kind in COMPUTE) for order in schedule.orders)
+    return replace(schedule, orders=tuple(orders))
 
 
 class Message(NamedTuple):

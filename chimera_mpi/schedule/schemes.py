@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 
+from .collector import paused_collector
 from .list_scheduler import ordered_for
 from .ops import Kind, Op, Place, Schedule, ScheduleError
 from .sync import with_stream_updates, with_updates
@@ -396,6 +397,7 @@ LIVE: dict[str, Callable[[Schedule], int]] = {
 }
 
 
+@paused_collector()
 def build(
     scheme: str,
     depth: int,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .list_scheduler import peaks
-from .ops import COMPUTE, Deadlock, Op, Schedule, ScheduleError, needs
+from .ops import COMPUTE, Deadlock, Op, Schedule, ScheduleError, needs, without_updates
 from .sync import with_updates
 from .timing import OpCosts, timed
 
@@ -50,7 +50,7 @@ def improve(
     """
     if schedule.updates > 1:
         raise ScheduleError(f"{schedule.scheme} is a stream: only the order of a flush can be improved")
-    now = _State(_computed(schedule), costs, sync)
+    now = _State(without_updates(schedule), costs, sync)
     best, limit, bound = now, max(peaks(schedule)), lower_bound(schedule, costs)
     chance, until, tried = random.Random(seed), time.monotonic() + seconds, 0
     while tried < moves and best.makespan_s > bound and time.monotonic() < until:
@@ -72,7 +72,7 @@ def lower_bound(schedule: Schedule, costs: OpCosts) -> float:
     """
     heads, tails = _heads(schedule, costs), _tails(schedule, costs)
     bound = max(heads[op] + costs.seconds(op) + tails[op] for op in heads)
-    for order in _computed(schedule).orders:
+    for order in without_updates(schedule).orders:
         if order:
             first, last = min(heads[op] for op in order), min(tails[op] for op in order)
             bound = max(bound, first + sum(costs.seconds(op) for op in order) + last)
@@ -103,11 +103,6 @@ def _tails(schedule: Schedule, costs: OpCosts) -> dict[Op, float]:
 def _way(schedule: Schedule, costs: OpCosts, need: Op, worker: int) -> float:
     source = schedule.worker(need)
     return costs.transfer(need, source, worker) if source != worker else 0
-
-
-def _computed(schedule: Schedule) -> Schedule:
-    orders = (tuple(op for op in order if op.kind in COMPUTE) for order in schedule.orders)
-    return replace(schedule, orders=tuple(orders))
 
 
 class _State:

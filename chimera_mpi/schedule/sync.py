@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .ops import Kind, Op, Place, Schedule, ScheduleError
+from .ops import FREES, Kind, Op, Place, Schedule, ScheduleError
 
 SYNCS = ("lazy", "eager", "eager_opt")
 
@@ -42,7 +42,7 @@ def with_stream_updates(schedule: Schedule, updates: int) -> Schedule:
         done: Counter[Place] = Counter()
         for op in order:
             yield op
-            if op.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            if op.kind in FREES:
                 done[op.place] += 1
                 if done[op.place] in last:
                     yield from (Op(kind, *op.place, last[done[op.place]]) for kind in (Kind.REDUCE, Kind.UPDATE))

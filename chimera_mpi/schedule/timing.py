@@ -11,6 +11,9 @@ from .ops import Kind, Op, Schedule, needs, walk
 class OpCosts(Protocol):
     """What one has to know of costs to time a schedule: seconds, as any numbers."""
 
+    def on(self, schedule: Schedule, /) -> OpCosts:
+        """These costs, where they depend on the number of a stage's replicas, for those of `schedule`."""
+
     def seconds(self, op: Op, /) -> float:
         """How long `op` keeps its worker busy."""
 
@@ -32,6 +35,7 @@ def timed(schedule: Schedule, costs: OpCosts) -> Iterator[tuple[int, Op, float, 
     from the moment its last replica starts it, and an update waits for it. Only sums and maxima are
     formed, so exact costs (int, Fraction) give exact times.
     """
+    costs = costs.on(schedule)
     free: list[float] = [0] * schedule.depth
     ready: dict[Op, float] = {}  # when what an op made is at hand where it was made
     pipes = schedule.pipes

@@ -146,6 +146,35 @@ def test_v_placements(depth):
         assert makespan(scheme, depth, n, Costs()) - 6 * n <= share * bubble_1f1b
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_hanayo(depth):
+    for waves in 1, 2, 4:
+        part = Fraction(1, 2 * waves)
+        for n in depth, 2 * depth:
+            schedule = build("hanayo", depth, n, waves=waves)
+            ratio = simulate(schedule, Costs(part, part)).bubble_ratio
+            assert ratio == Fraction(depth - 1, 2 * waves * n + depth - 1)
+            assert max(peak_activations(schedule)) == 2 * waves * depth
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_live_activations_of_long_steps(depth):
+    """In stages, of the worker that has most: what the README's table says."""
+    n = 4 * depth
+    said = {
+        "naive": 1, "gpipe": n, "1f1b": depth, "gems": 1, "pipedream": depth, "pipedream_2bw": depth,
+        "interleaved": depth + Fraction(depth - 1, 2), "hanayo": depth, "zb_h1": depth, "zb_h2": 2 * depth - 1,
+        "zb_v": depth, "v_half": Fraction(depth, 2) + 1, "dualpipe": depth, "dualpipe_v": depth,
+        "chimera": depth, "chimera_zb": depth,
+    }  # fmt: skip
+    for scheme, live in said.items():
+        if depth % 2 == 0 or scheme not in ("chimera", "chimera_zb", "dualpipe"):
+            schedule = build(scheme, depth, n)
+            stages = Fraction(max(peak_activations(schedule)) * depth, schedule.stages)
+            assert stages <= live and stages > live - 1, scheme
+    assert max(peak_activations(build("v_min", depth, n))) <= 2 + -(-2 * depth // 3)
+
+
 def test_more_waves_less_bubble():
     times = [
         makespan("hanayo", 8, 8, Costs(Fraction(1, 2 * waves), Fraction(1, waves)), waves=waves) for waves in (1, 2, 4)
@@ -154,7 +183,7 @@ def test_more_waves_less_bubble():
 
 
 def test_steps_of_512_micro_batches_on_32_workers_take_a_second_or_so():
-    for scheme in "1f1b", "chimera_zb", "zb_v":
+    for scheme in "1f1b", "chimera_zb", "zb_v", "v_min", "dualpipe_v":
         begin = time.process_time()
         simulate(check(build(scheme, 32, 512)))
         assert time.process_time() - begin < 4, scheme  # 1.5 on a core of its own

@@ -13,6 +13,7 @@ from chimera_mpi.schedule import COMPUTE, SCHEMES, Kind, Op, build, messages, ne
 
 def relaxed(schedule, costs):
     """Start times by raising them until nothing has to wait any more: slow, and nothing like a walk."""
+    alone = len(schedule.pipes) == 1
     start = {op: 0 for order in schedule.orders for op in order}
     changed = True
     while changed:
@@ -22,7 +23,9 @@ def relaxed(schedule, costs):
                 times = [start[before] + costs.seconds(before)] if before else []
                 for need in needs(schedule, op):
                     way = costs.transfer(need) if schedule.worker(need) != worker and need.kind in COMPUTE else 0
-                    busy = costs.allreduce(need) if need.kind is Kind.REDUCE else costs.seconds(need)
+                    busy = costs.seconds(need)
+                    if need.kind is Kind.REDUCE:
+                        busy = 0 if alone else costs.allreduce(need)
                     times.append(start[need] + busy + way)
                 if max(times, default=0) > start[op]:
                     start[op], changed = max(times), True
@@ -85,8 +88,10 @@ def test_allreduce_in_the_background_and_what_of_it_is_exposed():
         timeline = simulate(build("chimera", 4, 4, sync=sync), costs)
         assert timeline.makespan_s == 16 + 5
         assert max(timeline.exposed_allreduce_s) == 5
-    exposed = {sync: simulate(build("1f1b", 4, 8, sync=sync), costs).exposed_allreduce_s for sync in ("lazy", "eager")}
+    two = Costs(1, 2, allreduce_s=5, groups=2)
+    exposed = {sync: simulate(build("1f1b", 4, 8, sync=sync), two).exposed_allreduce_s for sync in ("lazy", "eager")}
     assert exposed["eager"] == exposed["lazy"] == (5, 5, 5, 5)
+    assert simulate(build("1f1b", 4, 8), costs).exposed_allreduce_s == (0, 0, 0, 0)  # one replica: nothing to sum
     assert simulate(build("1f1b", 4, 8), Costs(1, 2)).exposed_allreduce_s == (0, 0, 0, 0)
 
 
@@ -96,6 +101,38 @@ def test_progress_of_an_allreduce_costs_its_worker():
         for sync in ("eager", "lazy")
     )
     assert eager >= 16 + 4 and lazy >= 16 + 4
+
+
+def test_allreduce_over_the_replicas_of_all_groups():
+    """2 log2(r) latencies and 2 (r - 1) / r of the bytes (Chimera, Section 3.4), over r = pipelines * groups."""
+    link = Link(latency_s=3, s_per_byte=Fraction(1, 2))
+    for scheme, groups, expected in ("1f1b", 4, 12 + 3 * 10), ("chimera", 1, 6 + 20), ("chimera", 4, 18 + 35):
+        schedule = build(scheme, 4, 4, sync="lazy")
+        costs = Costs(1, 2, gradient_bytes=40, link=link, groups=groups)
+        assert costs.on(schedule).allreduce_s == expected
+        assert simulate(schedule, costs).makespan_s == simulate(schedule, Costs(1, 2, link=link)).makespan_s + expected
+        assert costs.on(schedule).on(schedule) == costs.on(schedule)
+    assert Costs(1, 2, gradient_bytes=40, link=link).on(build("1f1b", 4, 4)).allreduce_s == 0
+    assert Costs(allreduce_s=7, gradient_bytes=40, groups=2).on(build("1f1b", 4, 4)).allreduce_s == 7
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ticks_are_the_same_times_in_whole_numbers(scheme):
+    tenth = Fraction(1, 10)
+    costs = Costs(
+        tenth, 3 * tenth, transfer_s=Fraction(1, 7), allreduce_s=Fraction(5, 3), recompute=True,
+        message_bytes=3, link=Link(tenth, Fraction(1, 11)), node_link=Link(0, 0.125), workers_per_node=2,
+        gradient_bytes=7, groups=3,
+    )  # fmt: skip
+    schedule = build(scheme, 4, 6)
+    ticks, per_s = costs.on(schedule).in_ticks()
+    times = [time for span in simulate(schedule, ticks).spans for time in (span.start_s, span.end_s)]
+    assert all(type(time) is int for time in times)
+    exact = simulate(schedule, costs)
+    assert [float(time) for span in exact.spans for time in (span.start_s, span.end_s)] == pytest.approx(
+        [time / per_s for time in times], rel=1e-14
+    )
+    assert Costs(1, 2, jitter=0.1).in_ticks() == (Costs(1, 2, jitter=0.1), 1)
 
 
 def test_jitter_is_chance_by_seed():

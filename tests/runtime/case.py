@@ -15,10 +15,10 @@ from chimera_mpi.data import even_sizes
 from chimera_mpi.models import GPT, gpt
 from chimera_mpi.predict import peak_activations
 from chimera_mpi.runtime.grid import Grid
-from chimera_mpi.runtime.mailbox import Delivery, Spec
+from chimera_mpi.runtime.mailbox import Spec
 from chimera_mpi.runtime.optimizer import Recipe
 from chimera_mpi.runtime.pipeline import Pipeline, Settings
-from chimera_mpi.runtime.worker import Feed, MicroBatch
+from chimera_mpi.runtime.worker import MicroBatch
 
 TOKENS, VOCABULARY = 5, 11
 RECIPE = Recipe("sgd", momentum=0.9)
@@ -58,23 +58,23 @@ class Case:
     The mini-batch has one sample less than would make its micro-batches equal.
     """
 
-    def __init__(self, comm, schedule, model=None, samples=None, delivery=Delivery(), clip=None, recipe=RECIPE):
+    def __init__(self, comm, schedule, model=None, samples=None, dtype=torch.float64, **settings):
         model = model or tiny()
         self.schedule, self.grid = schedule, grid_of(comm, schedule.depth)
         all_micro_batches = schedule.micro_batches * self.grid.width
         self.sizes = even_sizes(samples or max(2 * all_micro_batches - 1, all_micro_batches), all_micro_batches)
         self.first = self.grid.replica * schedule.micro_batches
         inputs = [[Spec((self.sizes[self.first + n], TOKENS), torch.int64)] for n in range(schedule.micro_batches)]
-        settings = Settings(7, torch.float64, recipe, clip, delivery)
-        self.pipeline = Pipeline(self.grid, schedule, model, inputs, settings)
-        self.serial = model, self.sizes, recipe, clip
+        settings = {"recipe": RECIPE, **settings}
+        self.pipeline = Pipeline(self.grid, schedule, model, inputs, Settings(7, dtype, **settings))
+        self.serial = model, self.sizes, settings["recipe"], settings.get("clip")
 
     def feed(self, batch, step):
         def micro_batch(index):
             inputs, targets = batch[self.first + index]
-            return MicroBatch((inputs,), targets, self.first + index)
+            return MicroBatch((inputs,), (targets,), step, self.first + index)
 
-        return Feed(step, micro_batch)
+        return micro_batch
 
     def total(self, *numbers):
         """Their sums over all ranks."""
@@ -86,7 +86,7 @@ class Case:
         found = []
         for step in range(steps):
             batch = mini_batch(self.sizes, step)
-            spans, sums = self.pipeline.step(self.feed(batch, step), 0.1)
+            spans, (sums,) = self.pipeline.run(self.feed(batch, step), step, lambda step: 0.1)
             assert [span.op for span in spans] == list(self.schedule.orders[self.grid.worker])
             assert self.pipeline.worker.stash.peak == peak_activations(self.schedule)[self.grid.worker]
             loss, targets, square_norm = self.total(sums.loss, sums.targets, sums.square_norm)

@@ -31,7 +31,7 @@ class Serial:
                 path, _, attribute = name.rpartition(".")
                 parameter = self.layers[owner].get_parameter(owner_name)
                 setattr(self.layers[index].get_submodule(path), attribute, parameter)
-        self.optimizer = self.recipe.build(self.layers)
+        self.optimizer = self.recipe.build(p for p in self.layers.parameters() if p.requires_grad)
 
     def _seed(self, step, number, index):
         torch.default_generator.manual_seed(keyed_seed(self.seed, step, number, index))

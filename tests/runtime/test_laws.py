@@ -17,27 +17,35 @@ from serial import Serial
 from chimera_mpi.models import Model
 from chimera_mpi.runtime.mailbox import Delivery
 from chimera_mpi.runtime.optimizer import Recipe
-from chimera_mpi.schedule import SCHEMES, ScheduleError, build
+from chimera_mpi.runtime.stage import Recompute
+from chimera_mpi.schedule import SCHEMES, STREAMS, ScheduleError, build
 
 ADAMW = Recipe("adamw")
 
 
-def buildable(depth, micro_batches):
-    """A schedule of every scheme that can have this shape."""
+def buildable(depth, micro_batches, model=None):
+    """A schedule of every synchronous scheme that can have this shape, and no more stages than the model layers."""
     for scheme in SCHEMES:
         try:
-            yield build(scheme, depth, micro_batches)
+            schedule = build(scheme, depth, micro_batches)
         except ScheduleError:
             continue
+        if scheme not in STREAMS and schedule.stages <= len((model or tiny()).layers):
+            yield schedule
+
+
+PAPER = ("naive", "gpipe", "1f1b", "gems", "chimera")
 
 
 def shapes():
-    """Every scheme with 1, 2 and 4 workers, 1 and 2 replicas, and N up to 2D + 1."""
+    """With 1, 2 and 4 workers and 1 and 2 replicas: the paper's schemes with N up to 2D + 1, the others with a few."""
     for depth, width in product((1, 2, 4), (1, 2)):
         for micro_batches in range(1, 2 * depth + 2):
             for schedule in buildable(depth, micro_batches):
-                name = f"{schedule.scheme}-D{depth}-N{micro_batches}-W{width}"
-                yield pytest.param(schedule, marks=pytest.mark.mpi(depth * width), id=name)
+                few = micro_batches in ((1, depth, 2 * depth + 1) if width == 1 else (depth + 1,))
+                if schedule.scheme in PAPER or few:
+                    name = f"{schedule.scheme}-D{depth}-N{micro_batches}-W{width}"
+                    yield pytest.param(schedule, marks=pytest.mark.mpi(depth * width), id=name)
 
 
 @pytest.mark.parametrize("schedule", list(shapes()))
@@ -93,6 +101,26 @@ def test_pairs_of_pipelines(comm):
 
 
 @pytest.mark.mpi(4)
+@pytest.mark.parametrize("recompute", [Recompute("stage"), Recompute("layer"), Recompute("layer", 3)], ids=str)
+def test_recomputation_changes_nothing(comm, recompute):
+    for schedule in buildable(4, 3):
+        Case(comm, schedule, tiny(dropout=0.5), recompute=recompute).run(steps=1)
+
+
+@pytest.mark.mpi(4)
+@pytest.mark.parametrize("options", [{"concat": "doubling"}, {"concat": "halving"}, {"pairs": 2}], ids=str)
+def test_options_of_chimera(comm, options):
+    for micro_batches in (2, 8, 12):
+        Case(comm, build("chimera", 4, micro_batches, **options)).run(steps=1)
+
+
+@pytest.mark.mpi(2)
+def test_several_stages_a_worker(comm):
+    for schedule in (build("interleaved", 2, 4, chunks=4), build("hanayo", 2, 5, waves=2)):
+        Case(comm, schedule, tiny(tied=True)).run()
+
+
+@pytest.mark.mpi(4)
 @pytest.mark.parametrize("sync", ["lazy", "eager", "eager_opt"])
 def test_when_the_gradients_are_summed_changes_nothing(comm, sync):
     Case(comm, build("chimera", 4, 6, sync=sync)).run()
@@ -102,7 +130,8 @@ def test_when_the_gradients_are_summed_changes_nothing(comm, sync):
 def test_synchronous_sends_do_not_deadlock(comm, depth):
     for micro_batches in (1, depth - 1, depth, depth + 1, 2 * depth, 3 * depth):
         for schedule in buildable(depth, micro_batches):
-            Case(comm, schedule, delivery=Delivery(synchronous=True)).run(steps=1)
+            if schedule.scheme in PAPER or micro_batches == depth + 1:
+                Case(comm, schedule, delivery=Delivery(synchronous=True)).run(steps=1)
 
 
 @pytest.mark.mpi(4)
@@ -112,14 +141,15 @@ def test_messages_in_pieces_and_verified(comm):
 
 
 @pytest.mark.mpi(4)
-def test_random_pauses_change_nothing(comm):
-    for seed, schedule in product(range(20), buildable(4, 4)):
-        case = Case(comm, schedule)
-        chance = random.Random(f"{seed} {comm.rank}")
-        handlers = case.pipeline.worker._handlers
-        for kind, (wait, act) in handlers.items():
-            handlers[kind] = wait, partial(pause_before, chance, act)
-        case.run(steps=1)
+@pytest.mark.parametrize("seed", range(20))
+def test_random_pauses_change_nothing(comm, seed):
+    schedules = list(buildable(4, 4))
+    case = Case(comm, schedules[seed % len(schedules)])
+    chance = random.Random(f"{seed} {comm.rank}")
+    handlers = case.pipeline.worker._handlers
+    for kind, (wait, act) in handlers.items():
+        handlers[kind] = wait, partial(pause_before, chance, act)
+    case.run(steps=1)
 
 
 def pause_before(chance, act, op, received):
@@ -148,7 +178,7 @@ def test_replicas_stay_equal_to_the_bit(comm):
     case = Case(comm, build("chimera", 2, 2), tiny(tied=True, dropout=0.1), recipe=ADAMW, clip=1.0)
     batch = mini_batch(case.sizes)
     for step in range(300):
-        case.pipeline.step(case.feed(batch, step), 0.01)
+        case.pipeline.run(case.feed(batch, step), step, lambda step: 0.01)
     mine = {name: p.detach().numpy().tobytes() for name, p in named_parameters(case.pipeline)}
     everyone = comm.allgather(mine)
     for other in everyone:
@@ -169,7 +199,7 @@ def test_nothing_is_kept_between_steps(comm):
     batch = mini_batch(case.sizes)
     counts = []
     for step in range(12):
-        case.pipeline.step(case.feed(batch, step), 0.01)
+        case.pipeline.run(case.feed(batch, step), step, lambda step: 0.01)
         counts.append(sum(torch.is_tensor(thing) for thing in live_objects()))
     assert len(set(counts[2:])) == 1
 
@@ -185,7 +215,7 @@ def live_objects():
 def test_evaluation_equals_the_loss_of_one_process(comm):
     case = Case(comm, build("chimera", 2, 3), tiny(dropout=0.5))
     batch = mini_batch(case.sizes)
-    sums = case.pipeline.evaluate(case.feed(batch, 0))
+    sums = case.pipeline.evaluate(case.feed(batch, 0), 0)
     loss, targets = case.total(sums.loss, sums.targets)
     assert loss / targets == pytest.approx(Serial(tiny(dropout=0.5), 7).evaluate(batch), rel=1e-12)
 
@@ -199,7 +229,7 @@ def test_all_reduces_start_in_one_order_on_every_communicator(comm):
             for bucket in buckets:
                 bucket.comm = Recording(bucket.comm, started)
         batch = mini_batch(case.sizes)
-        case.pipeline.step(case.feed(batch, 0), 0.01)
+        case.pipeline.run(case.feed(batch, 0), 0, lambda step: 0.01)
         of_rank = comm.allgather(started)
         for one, other in product(of_rank, repeat=2):
             shared = set(one) & set(other)
@@ -227,7 +257,7 @@ def test_a_failing_op_is_named(comm):
     case = Case(comm, build("1f1b", 2, 1))
     if comm.rank == 0:
         with pytest.raises(RuntimeError, match=r"step 3, worker 0, stage 0 of pipeline 0, op 0F0"):
-            case.pipeline.step(case.feed([], 3), 0.1)
+            case.pipeline.run(case.feed([], 3), 3, lambda step: 0.1)
 
 
 @pytest.mark.mpi(2)

@@ -1,0 +1,82 @@
+"""How the layers of a model are cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+
+from ..errors import InputError
+from ..schedule import Schedule
+
+Cuts = list[range]  # of each stage, its layers
+
+
+def cut_uniformly(layers: int, stages: int) -> Cuts:
+    """Contiguous runs of layers, as equal as can be. Raises InputError if a stage would have none."""
+    if stages > layers:
+        raise InputError(f"{stages} stages need as many layers, and the model has {layers}: try depth={layers} or less")
+    return _ranges([stage * layers // stages for stage in range(1, stages)], layers)
+
+
+def cut_at(points: Sequence[int], layers: int, stages: int) -> Cuts:
+    """Stages that begin with the layers `points`, and the first with layer 0. Raises InputError."""
+    if len(points) != stages - 1 or not all(a < b for a, b in pairwise([0, *points, layers])):
+        raise InputError(
+            f"partition={list(points)} does not cut {layers} layers into {stages} stages: "
+            f"give {stages - 1} rising numbers from 1 to {layers - 1}"
+        )
+    return _ranges(points, layers)
+
+
+def cut_by(costs: Sequence[float], schedule: Schedule) -> Cuts:
+    """Cut so that the worker with the most to do has as little as can be found.
+
+    `costs` are the layers', in any unit. What counts is the sum over all stages that a worker holds: in Chimera
+    stage s and D-1-s together. Starts from equal stages and moves single cuts as long as that helps.
+    """
+    points = [cut.start for cut in cut_uniformly(len(costs), schedule.stages)[1:]]
+    best = _load(costs, points, schedule)
+    improved = True
+    while improved:
+        improved = False
+        for moved in _moves(points, len(costs)):
+            load = _load(costs, moved, schedule)
+            if load < best:
+                points, best, improved = moved, load, True
+                break
+    return _ranges(points, len(costs))
+
+
+def imbalance(costs: Sequence[float], cuts: Cuts, schedule: Schedule) -> float:
+    """The load of the busiest worker over the mean: 1 is even."""
+    loads = _loads(costs, [cut.start for cut in cuts[1:]], schedule)
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+
+
+def _moves(points: list[int], layers: int) -> Iterator[list[int]]:
+    """The cuts with one of them, or two or more in a row, moved by a layer."""
+    for first in range(len(points)):
+        for last in range(first, len(points)):
+            for by in (-1, 1):
+                moved = [point + by * (first <= at <= last) for at, point in enumerate(points)]
+                if all(a < b for a, b in pairwise([0, *moved, layers])):
+                    yield moved
+
+
+def _load(costs: Sequence[float], points: Sequence[int], schedule: Schedule) -> list[float]:
+    """The workers' loads, the largest first: to be made small in this order."""
+    return sorted(_loads(costs, points, schedule), reverse=True)
+
+
+def _loads(costs: Sequence[float], points: Sequence[int], schedule: Schedule) -> list[float]:
+    before = [0, *accumulate(costs)]
+    stages = [before[end] - before[start] for start, end in pairwise([0, *points, len(costs)])]
+    loads = [0.0] * schedule.depth
+    for pipe in schedule.pipes:
+        for stage, worker in enumerate(pipe):
+            loads[worker] += stages[stage] / len(schedule.pipes)
+    return loads
+
+
+def _ranges(points: Sequence[int], layers: int) -> Cuts:
+    return [range(start, end) for start, end in pairwise([0, *points, layers])]

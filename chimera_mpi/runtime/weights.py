@@ -1,0 +1,119 @@
+"""The weights of one copy of a stage, and their versions where a stream needs several."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..schedule import COMPUTE, Kind, Op, Place, Schedule, used_versions
+from .gradients import Gradients, bind
+from .optimizer import Recipe
+from .stage import Stage, set_parameter
+
+
+class Weights:
+    """Weights that are all of one version: each op uses those that are there.
+
+    The optimizer works on them, or where they are of half precision on masters in single.
+    """
+
+    def __init__(self, stage: Stage, recipe: Recipe, gradients: Gradients):
+        self.stage = stage
+        self.newest = dict(stage.named_parameters())
+        self.pieces = {n: piece for n, p in self.newest.items() if (piece := gradients.of(p)) is not None}
+        self.masters = {name: _master(self.newest[name], piece) for name, piece in self.pieces.items()}
+        self.optimizer = recipe.build(self.masters.values())
+
+    def use(self, op: Op) -> None:
+        """Let the stage have the weights that `op` must see."""
+
+    def flush(self) -> None:
+        """The schedule is done: let the stage have the newest weights."""
+
+    @torch.no_grad()
+    def update(self, learning_rate: float) -> None:
+        """Step the optimizer with the gradients that have added up."""
+        if self.optimizer:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        for name, master in self.masters.items():
+            if master is not self.newest[name]:
+                self.newest[name].copy_(master)
+
+
+def _master(parameter: nn.Parameter, piece: torch.Tensor) -> nn.Parameter:
+    if piece.dtype == parameter.dtype:
+        return parameter
+    master = nn.Parameter(parameter.detach().to(piece.dtype))
+    master.grad = piece
+    return master
+
+
+class VersionedWeights(Weights):
+    """Weights of a stream: a micro-batch's forward and backward see one version (PipeDream, Section 3.3).
+
+    The stage sees parameters that share the memory of the newest version. An update first moves the newest to a
+    copy if what they hold is still needed. All versions add to one gradient.
+    """
+
+    def __init__(self, stage: Stage, recipe: Recipe, gradients: Gradients, schedule: Schedule, place: Place):
+        super().__init__(stage, recipe, gradients)
+        self.version_of = {op.index: v for op, v in used_versions(schedule).items() if op.place == place}
+        self.needed_until = last_uses(schedule, place, self.version_of)
+        self.most_held = 1
+        self.version, self.current = 0, -1  # the newest version, and the one that the stage has
+        self.held = {0: self._seen()}
+
+    def use(self, op: Op) -> None:
+        version = self.version_of[op.index]
+        if version != self.current:
+            self.current = version
+            self._show(self.held[version])
+
+    def flush(self) -> None:
+        self.version, self.current = 0, -1
+        self.held = {0: self._seen()}
+        self._show(self.newest)
+
+    def update(self, learning_rate: float) -> None:
+        needed = {v for v in self.held if self.needed_until.get(v, -1) > self.version}
+        if self.version in needed:
+            for parameter in self.newest.values():
+                parameter.data = parameter.data.clone()
+        super().update(learning_rate)
+        self.version += 1
+        self.held = {**{v: self.held[v] for v in needed}, self.version: self._seen()}
+        self.most_held = max(self.most_held, len(self.held))
+
+    def _show(self, parameters: dict[str, nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            set_parameter(self.stage, name, parameter)
+
+    def _seen(self) -> dict[str, nn.Parameter]:
+        """Parameters for the stage that share memory and gradients with the newest, but not their count of writes."""
+        return {name: self._alias(name, parameter) for name, parameter in self.newest.items()}
+
+    def _alias(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        alias = nn.Parameter(parameter.data, parameter.requires_grad)
+        if name in self.pieces:
+            bind(alias, self.pieces[name])
+        return alias
+
+
+def last_uses(schedule: Schedule, place: Place, version_of: dict[int, int]) -> dict[int, int]:
+    """For each version, the number of updates that come before the last op that uses it."""
+    updates, until = 0, {}
+    for op in schedule.orders[schedule.pipes[place[0]][place[1]]]:
+        if op.place == place and op.kind in COMPUTE:
+            until[version_of[op.index]] = updates
+        elif op.place == place and op.kind is Kind.UPDATE:
+            updates += 1
+    return until
+
+
+def weights_of(stage: Stage, recipe: Recipe, gradients: Gradients, schedule: Schedule, place: Place) -> Weights:
+    """What the schedule calls for: several versions if it updates more than once."""
+    if schedule.updates > 1:
+        return VersionedWeights(stage, recipe, gradients, schedule, place)
+    return Weights(stage, recipe, gradients)

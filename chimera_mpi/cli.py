@@ -92,6 +92,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does, but a misspelt option is named before others are missed."""
+        if self._subparsers is not None:  # the action's own parser knows its options
+            return super().parse_known_args(args, namespace)
         for word in args or ():
             option = word.partition("=")[0]
             if option.startswith("--") and option not in self._option_string_actions and option != "--":

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import InputError
 from .schedule import STREAMS, Schedule, build, check, nearest
@@ -21,68 +21,75 @@ else:
 DEFAULT_DATA = Path("data/corpus.h5")
 
 
+Count = Annotated[int, Field(ge=1, le=10**9, strict=True)]
+Number = Annotated[int, Field(ge=0, le=10**9, strict=True)]
+Switch = Annotated[bool, Field(strict=True)]
+
+
 class Config(BaseModel):
     """A run. Times in seconds, sizes in samples, lengths in tokens; every key may be set in a file or as key=value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # the model
-    model: Literal["gpt"] = "gpt"
-    layers: int = Field(12, ge=1)
-    hidden: int = Field(768, ge=1)
-    heads: int = Field(12, ge=1)
-    vocabulary: int = Field(257, ge=2)
-    positions: int = Field(1024, ge=1)
-    sequence_length: int = Field(1024, ge=1)
-    tied: bool = True
+    model: str = Field("gpt", pattern=r"^(gpt|bert|[\w.]+:\w+)$", description="gpt, bert, or package.module:build")
+    layers: Annotated[int, Field(ge=1, le=10_000, strict=True)] = 12
+    hidden: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 768
+    heads: Count = 12
+    vocabulary: Count = 257
+    positions: Count = 1024
+    sequence_length: Count = 1024
+    tied: Switch = True
     dropout: float = Field(0.0, ge=0, lt=1)
 
     # the schedule; the number of replicas is the number of ranks / depth
     scheme: str = "1f1b"
-    depth: int = Field(1, ge=1)
-    micro_batches: int = Field(4, ge=1, description="of a step of one pipeline group")
+    depth: Count = 1
+    micro_batches: Count = Field(4, description="of a step of one pipeline group")
     sync: Literal["lazy", "eager", "eager_opt"] = "eager_opt"
-    pairs: int | None = Field(None, ge=1, description="pairs of pipelines of chimera")
+    pairs: Count | None = Field(None, description="pairs of pipelines of chimera")
     concat: Literal["direct", "doubling", "halving"] | None = Field(None, description="how chimera joins its units")
-    chunks: int | None = Field(None, ge=1, description="stages a worker of interleaved")
-    waves: int | None = Field(None, ge=1, description="of hanayo")
-    partition: Literal["uniform", "parameters", "flops"] | tuple[PositiveInt, ...] = Field(
+    chunks: Count | None = Field(None, description="stages a worker of interleaved")
+    waves: Count | None = Field(None, description="of hanayo")
+    partition: Literal["uniform", "parameters", "flops"] | tuple[Count, ...] = Field(
         "uniform", description="what the stages share out evenly; or the layers that stages but the first begin with"
     )
-    recompute: Literal["none", "stage", "layer"] | PositiveInt = Field(
+    recompute: Literal["none", "stage", "layer"] | Count = Field(
         "none", description="what is forgotten after a forward; a number: so many layers at a time"
     )
 
     # the batch
-    micro_batch_size: int = Field(8, ge=1)
-    mini_batch_size: int | None = Field(None, ge=1, description="of a step of all groups; else it follows")
+    micro_batch_size: Count = 8
+    mini_batch_size: Count | None = Field(None, description="of a step of all groups; else it follows")
 
     # the optimizer
-    steps: int = Field(100, ge=1)
+    steps: Count = 100
     optimizer: Literal["adamw", "sgd", "lamb", "adafactor"] = "adamw"
     learning_rate: float = Field(3e-4, gt=0)
     minimum_learning_rate: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(10, ge=0)
+    warmup_steps: Number = 10
     weight_decay: float = Field(0.1, ge=0)
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
     clip: float | None = Field(1.0, gt=0, description="bound of the global gradient norm, or none")
     precision: Literal["fp32", "bf16", "fp64"] = Field("fp32", description="bf16 keeps masters and sums in fp32")
-    seed: int = Field(0, ge=0)
+    seed: Number = 0
 
     # files and figures
     data: Path | None = Field(None, description=f"token file; by default {DEFAULT_DATA}, made when it is missing")
-    log: str | None = Field("auto", description="run log, a file that must not exist; none, or auto for runs/TIME-SCHEME.h5")
-    eval_every: int = Field(20, ge=1, description="steps")
-    eval_mini_batches: int = Field(2, ge=1)
-    spans_every: int = Field(10, ge=1, description="steps between those whose spans are logged")
+    log: str | None = Field("auto", description="a file that must not exist; none; or auto for runs/TIME-SCHEME.h5")
+    eval_every: Count = Field(20, description="steps")
+    eval_mini_batches: Count = 2
+    spans_every: Count = Field(10, description="steps between those whose spans are logged")
 
     # the machine
-    threads: int | None = Field(None, ge=1, description="of each rank; else cores of the node / ranks on it")
+    threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = Field(
+        None, description="of each rank; else cores of the node / ranks on it"
+    )
     spin_s: float | None = Field(None, ge=0, description="how long a wait polls without a pause; else chosen")
-    receives_ahead: int = Field(4, ge=1)
-    message_limit_bytes: int = Field(1 << 30, ge=1, description="longer messages travel in pieces")
-    synchronous_sends: bool = Field(False, description="for tests: no send completes before its receive")
-    verify_messages: bool = Field(False, description="compare the bytes of each message with those expected")
+    receives_ahead: Count = 4
+    message_limit_bytes: Count = Field(10**9, description="longer messages travel in pieces")
+    synchronous_sends: Switch = Field(False, description="for tests: no send completes before its receive")
+    verify_messages: Switch = Field(False, description="compare the bytes of each message with those expected")
 
     @property
     def scheme_options(self) -> dict[str, Any]:
@@ -103,17 +110,27 @@ class Steps(NamedTuple):
         return self.schedule.micro_batches // self.steps
 
 
+def check_together(config: Config) -> None:
+    """Raises InputError if two values do not go together."""
+    if config.minimum_learning_rate > config.learning_rate:
+        raise InputError(
+            f"minimum_learning_rate={config.minimum_learning_rate} is above learning_rate={config.learning_rate}: "
+            f"set it to {config.learning_rate} or less"
+        )
+
+
 def schedule_of(config: Config) -> Steps:
     """What `config` asks for. A stream flushes as often as it is evaluated, or a little more often.
 
     Backward halving does twice the micro-batches, of half the size. Raises InputError.
     """
+    check_together(config)
     micro_batches, options = config.micro_batches, config.scheme_options
     if config.concat == "halving":
         micro_batches *= 2
     steps = 1
     if config.scheme in STREAMS:
-        steps = max(n for n in range(1, config.eval_every + 1) if config.steps % n == 0)
+        steps = max(n for n in range(1, min(config.eval_every, config.steps) + 1) if config.steps % n == 0)
     if config.scheme == "pipedream_2bw":
         if micro_batches < config.depth:
             raise InputError(
@@ -154,7 +171,7 @@ def _read(source: str) -> dict[str, Any]:
         return tomllib.loads((_folder() / f"{source}.toml").read_text())
     path = Path(source)
     if not path.is_file():
-        raise InputError(f"'{source}' is neither a preset nor a file: {nearest(source, presets())}")
+        raise InputError(f"{source!r} is neither a preset nor a file: {nearest(source, presets())}")
     try:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -164,7 +181,9 @@ def _read(source: str) -> dict[str, Any]:
 def _key_value(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
-        raise InputError(f"'{override}' is not key=value: give, for example, depth=4")
+        raise InputError(f"{override!r} is not key=value: give, for example, depth=4")
+    if not text:
+        raise InputError(f"{override!r} has no value: give one, or leave the key out")
     return key, _value(text)
 
 
@@ -173,14 +192,16 @@ def _value(text: str) -> Any:
     if text.lower() in ("none", "true", "false"):
         return {"none": None, "true": True, "false": False}[text.lower()]
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        read = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return read["value"] if len(read) == 1 else text
 
 
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     key = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        return f"unknown key '{key}': {nearest(key, Config.model_fields)}"
-    return f"{key}={first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        return f"unknown key {key!r}: {nearest(key, Config.model_fields)}"
+    default = Config.model_fields[key].default
+    return f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}; try {key}={default}"

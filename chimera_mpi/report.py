@@ -79,6 +79,8 @@ def _validation(run: Run) -> list[str]:
     losses = run.evaluations["loss"]
     if not len(losses):
         return []
+    if config_of(run).model == "bert":
+        return [f"validation  {losses[-1]:.4f}, nats per sample: of a masked token and of the next sentence"]
     entropy = run.attributes["unigram_entropy_nats"]
     return [f"validation  {losses[-1]:.4f} (unigram entropy of the corpus: {entropy:.4f}), nats per token"]
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from .config import Config, Steps, schedule_of
-from .data import Batches, Corpus, even_sizes
+from .data import Corpus, even_sizes
 from .errors import InputError
-from .models import GPT, Model, gpt, make_layer
+from .models import Model, make_layer
 from .predict.partition import Cuts, cut_at, cut_by, cut_uniformly, imbalance
 from .runlog import RunLog, StepRow
 from .runtime.clock import aligned_clock
@@ -24,8 +25,9 @@ from .runtime.optimizer import LearningRate, Recipe
 from .runtime.pipeline import Pipeline, Settings
 from .runtime.stage import Recompute, trace
 from .runtime.waiting import Patience
-from .runtime.worker import Feed, MicroBatch, Sums
+from .runtime.worker import Feed, MicroBatch, Sums, Targets
 from .schedule import Schedule
+from .tasks import Task, task_of
 from .timeline import Span, breakdown
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -40,7 +42,7 @@ class Job:
     config: Config
     width: int
     plan: Steps
-    model: Model
+    task: Task
     sizes: tuple[int, ...]
     cuts: Cuts
     imbalance: float  # of FLOPs: the busiest worker over the mean
@@ -50,26 +52,12 @@ def plan_job(config: Config, ranks: int) -> Job:
     """Raises InputError if `ranks` ranks cannot do what `config` asks."""
     plan = schedule_of(config)
     width = width_of(ranks, config.depth)
-    model = gpt(
-        GPT(
-            layers=config.layers,
-            hidden=config.hidden,
-            heads=config.heads,
-            vocabulary=config.vocabulary,
-            positions=config.positions,
-            tied=config.tied,
-            dropout=config.dropout,
-        )
-    )
+    task = task_of(config)
     sizes = _sizes(config, width, plan.micro_batches)
-    if config.sequence_length > config.positions:
-        raise InputError(
-            f"sequence_length={config.sequence_length} is more than positions={config.positions}: "
-            f"set positions={config.sequence_length}"
-        )
-    flops = trace(model, [Spec((max(sizes), config.sequence_length), torch.int64)]).flops
-    cuts = _cuts(config, model, plan.schedule, flops)
-    return Job(config, width, plan, model, sizes, cuts, imbalance(flops, cuts, plan.schedule))
+    entering = [Spec((max(sizes), config.sequence_length), torch.int64)] * task.inputs
+    flops = trace(task.model, entering).flops
+    cuts = _cuts(config, task.model, plan.schedule, flops)
+    return Job(config, width, plan, task, sizes, cuts, imbalance(flops, cuts, plan.schedule))
 
 
 def _cuts(config: Config, model: Model, schedule: Schedule, flops: Sequence[float]) -> Cuts:
@@ -137,14 +125,20 @@ class Trainer:
         self.grid = Grid(comm, config.depth)
         self.patience = self.grid.node.patience if config.spin_s is None else Patience(config.spin_s)
         self.clock = aligned_clock(self.grid.world, self.patience)
-        self.batches = Batches(corpus, job.sizes, config.seed)
-        self.validation = Batches(validation, job.sizes, seed=None)
+        self.batches = job.task.batches(corpus, job.sizes, config.seed)
+        self.validation = job.task.batches(validation, job.sizes, None)
         self.micro_batches = job.plan.micro_batches
         self.first = self.grid.replica * self.micro_batches
         sizes = job.sizes[self.first : self.first + self.micro_batches] * job.plan.steps
-        inputs = [[Spec((size, config.sequence_length), torch.int64)] for size in sizes]
+        inputs = [[Spec((size, config.sequence_length), torch.int64)] * job.task.inputs for size in sizes]
         self.pipeline = Pipeline(
-            self.grid, job.plan.schedule, job.model, inputs, self._settings(), steps=job.plan.steps, clock=self.clock
+            self.grid,
+            job.plan.schedule,
+            job.task.model,
+            inputs,
+            self._settings(),
+            steps=job.plan.steps,
+            clock=self.clock,
         )
         self.learning_rate = LearningRate(
             config.learning_rate, config.minimum_learning_rate, config.warmup_steps, config.steps
@@ -182,17 +176,17 @@ class Trainer:
         table = self._gather([number for row in rows for number in row])
         if _is_due(steps, config.spans_every, config.steps):
             self._log_spans(steps[-1], spans)
-        evaluation = self.evaluate() if _is_due(steps, config.eval_every, config.steps) else None
+        evaluation = self.evaluate(steps[-1]) if _is_due(steps, config.eval_every, config.steps) else None
         if table is not None:
             by_step = table.reshape(len(table), len(steps), -1).swapaxes(0, 1)
             for step, of_step in zip(steps, by_step, strict=True):
                 self._tell(step, seconds, of_step, evaluation if step == steps[-1] else None)
 
-    def evaluate(self) -> tuple[float, int] | None:
+    def evaluate(self, after_step: int) -> tuple[float, int] | None:
         """On rank 0: the mean loss in nats over the first validation samples, and their number of tokens."""
         total = Sums()
         for first in range(0, self.job.config.eval_mini_batches, self.job.plan.steps):
-            sums = self.pipeline.evaluate(self._feed(self.validation, first), first)
+            sums = self.pipeline.evaluate(self._feed(self.validation, first), after_step)
             total = Sums(total.loss + sums.loss, total.targets + sums.targets)
         table = self._gather([total.loss, total.targets])
         if table is None:
@@ -200,12 +194,13 @@ class Trainer:
         loss, targets = table.sum(axis=0)
         return loss / max(targets, 1), int(targets)
 
-    def _feed(self, batches: Batches, first_step: int) -> Feed:
+    def _feed(self, batches: Any, first_step: int) -> Feed:
         def micro_batch(index: int) -> MicroBatch:
             step, at = divmod(index, self.micro_batches)
             number = self.first + at
             inputs, targets = batches.micro_batch(first_step + step, number)
-            return MicroBatch((torch.from_numpy(inputs),), (torch.from_numpy(targets),), first_step + step, number)
+            entering = tuple(map(torch.from_numpy, inputs if isinstance(inputs, tuple) else (inputs,)))
+            return MicroBatch(entering, _tensors(targets), first_step + step, number)
 
         return micro_batch
 
@@ -221,7 +216,7 @@ class Trainer:
         everyone = self.grid.world.gather(spans)
         if everyone is None or self.log is None:
             return
-        start = min(span.start_s for spans in everyone for span in spans)
+        start = min(span.start_s for of_rank in everyone for span in of_rank)
         for replica in range(self.job.width):
             workers = everyone[replica * self.grid.depth : (replica + 1) * self.grid.depth]
             shifted = [s._replace(start_s=s.start_s - start, end_s=s.end_s - start) for w in workers for s in w]
@@ -254,6 +249,10 @@ class Trainer:
         self.tell(Progress(step, self.job.config.steps, loss, grad_norm, seconds, samples / seconds, validation_loss))
 
 
+def _tensors(arrays: Any) -> Targets:
+    return tuple(map(torch.from_numpy, arrays)) if isinstance(arrays, tuple) else torch.from_numpy(arrays)
+
+
 def recompute_of(config: Config) -> Recompute:
     asked = config.recompute
     return Recompute("layer", asked) if isinstance(asked, int) else Recompute(asked)
@@ -266,7 +265,7 @@ def _is_due(steps: range, every: int, of: int) -> bool:
 
 def _step_reports(spans: list[Span], sums: list[Sums], started_s: float) -> list[StepReport]:
     """Of a stream's steps, which overlap, each has an equal share of the times."""
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     compute_s, wait_s, allreduce_wait_s, update_s = (t / len(sums) for t in breakdown(spans, started_s))
     return [
         StepReport(s.loss, s.targets, s.square_norm, compute_s, wait_s, allreduce_wait_s, update_s, peak_bytes)

@@ -257,6 +257,14 @@ def test_waits_name_what_came_last() -> None:
     assert {wait.cause for wait in late.waits.values()} <= {None, *late.spans} and len(span_of) == len(CHIMERA.waits)
 
 
+def test_updates_wait_for_the_last_of_their_all_reduces(timeline: Timeline) -> None:
+    end_of = {span.op: span.end_s for span in timeline.spans}
+    for span in timeline.spans:
+        cause, idle_s = timeline.waits[span.op]
+        if span.op.kind is Kind.UPDATE and idle_s:
+            assert cause and cause.end_s == max(end_of[need] for need in needs(timeline.schedule, span.op))
+
+
 def test_a_png_is_written_or_its_remedy_named(tmp_path: Path) -> None:
     path = tmp_path / "chimera.png"
     if find_spec("matplotlib") is None:

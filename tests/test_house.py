@@ -18,7 +18,7 @@ FLOORS = [
     {"schedule"},
     {"timeline", "draw"},
     {"predict", "models", "data", "config"},
-    {"runlog", "runtime"},
+    {"runlog", "runtime", "tasks"},
     {"train", "report"},
     {"commands"},
     {"cli"},

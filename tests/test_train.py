@@ -11,6 +11,7 @@ import pytest
 
 from chimera_mpi import report
 from chimera_mpi.cli import main
+from chimera_mpi.commands._ranks import refuse_singletons
 from chimera_mpi.config import Config, load, presets
 from chimera_mpi.data import prepare
 from chimera_mpi.errors import InputError
@@ -138,6 +139,10 @@ def test_refused_on_all_ranks_by_one_line(folder, overrides, message):
         ({"depth": 4, "layers": 1}, 4, "4 stages need as many layers, and the model has 3: try depth=3"),
         ({"mini_batch_size": 3}, 1, "a mini-batch of 3 samples does not fill 4 micro-batches"),
         ({"mini_batch_size": 30, "micro_batch_size": 8}, 1, "mini_batch_size=30 is not 1 replicas x 4"),
+        ({"micro_batches": 10**9}, 1, "try micro_batches=1000000 or fewer"),
+        ({"learning_rate": 1e-5, "minimum_learning_rate": 1e-4}, 1, "minimum_learning_rate=0.0001 is above"),
+        ({"scheme": "pipedream_2bw", "depth": 8}, 8, "set micro_batches=8"),
+        ({"partition": (1, 2), "depth": 4}, 4, "give 3 rising numbers from 1 to 13"),
         ({"sequence_length": 2048}, 1, "sequence_length=2048 is more than positions=1024"),
         ({"heads": 7}, 1, "hidden=768 does not divide into heads=7"),
     ],
@@ -153,15 +158,22 @@ def test_what_cannot_be_is_refused(overrides, ranks, message):
     [
         ("dept=4", "unknown key 'dept': did you mean 'depth'?"),
         ("steps=0", "steps=0: input should be greater than or equal to 1"),
-        ("steps=many", "steps=many: input should be a valid integer"),
+        ("steps=many", "steps='many': input should be a valid integer"),
         ("steps", "'steps' is not key=value"),
         ("clip=-1", "clip=-1: input should be greater than 0"),
-        ("optimizer=adam", "optimizer=adam: input should be 'adamw', 'sgd'"),
+        ("clip=inf", "clip=inf: input should be a finite number"),
+        ("depth=true", "depth=True: input should be a valid integer"),
+        ("hidden=99999999999", "hidden=99999999999: input should be less than or equal to 1000000; try hidden=768"),
+        ("threads=100000", "threads=100000: input should be less than or equal to 1024"),
+        ("log=", "'log=' has no value"),
+        ("scheme=chi\nmera", "scheme"),
+        ("steps=1\nlayers=3", "steps='1\\nlayers=3'"),
+        ("optimizer=adam", "optimizer='adam': input should be 'adamw', 'sgd'"),
     ],
 )
 def test_wrong_keys_and_values_are_refused(override, message):
     with pytest.raises(InputError) as refused:
-        load("gpt-tiny", [override])
+        plan_job(load("gpt-tiny", [override]), 1)
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -180,6 +192,11 @@ def test_presets_can_run(name):
 
 def test_one_size_of_a_batch_follows_from_the_other():
     assert plan_job(load("gpt2-small", ["mini_batch_size=7", "micro_batches=3"]), 1).sizes == (3, 2, 2)
+
+
+def test_one_rank_inside_of_an_allocation_is_fine():
+    refuse_singletons(1, {"SLURM_NTASKS": "4", "PMI_SIZE": "1"})
+    refuse_singletons(4, {"SLURM_NTASKS": "4"})
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

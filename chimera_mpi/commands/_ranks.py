@@ -15,23 +15,24 @@ from ..errors import InputError
 T = TypeVar("T")
 
 # What launchers tell a process of the number of its like, and what to try when MPI sees only one.
-LAUNCHERS = {
-    "SLURM_STEP_NUM_TASKS": "srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI (srun --mpi=list shows both)",
-    "SLURM_NTASKS": "srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI (srun --mpi=list shows both)",
+SRUN = "srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI (srun --mpi=list shows both)"
+LAUNCHERS = {  # the nearest first: an mpiexec inside of a job script counts its own
     "OMPI_COMM_WORLD_SIZE": "the mpiexec of the MPI library that mpi4py uses, or MPI4PY_MPIABI=openmpi",
-    "PMI_SIZE": "the mpiexec of the MPI library that mpi4py uses, or MPI4PY_MPIABI=mpich",
+    "PMI_SIZE": f"the mpiexec of the MPI library that mpi4py uses, MPI4PY_MPIABI=mpich, or {SRUN}",
+    "SLURM_STEP_NUM_TASKS": SRUN,
+    "SLURM_NTASKS": f"{SRUN}; srun -n 1 for one rank",
 }
 
 
 def refuse_singletons(size: int, environment: Mapping[str, str]) -> None:
     """Raise InputError if a launcher started several processes of which each believes to be alone."""
     for name, remedy in LAUNCHERS.items():
-        tasks = environment.get(name, "1")
-        if size == 1 and tasks.isdigit() and int(tasks) > 1:
-            raise InputError(
-                f"{name}={tasks}, but MPI sees 1 rank: launcher and MPI library do not match; try {remedy}"
-            )
-        if tasks.isdigit() and name in environment:
+        tasks = environment.get(name, "")
+        if tasks.isdigit():
+            if size == 1 and int(tasks) > 1:
+                raise InputError(
+                    f"{name}={tasks}, but MPI sees 1 rank: launcher and MPI library do not match; try {remedy}"
+                )
             return
 
 
@@ -42,15 +43,23 @@ def ending_together(world: Any) -> Iterator[None]:
         yield
     except InputError:
         raise
+    except KeyboardInterrupt:
+        _end(world, 130, "interrupted" if world.rank == 0 else "")
+        raise
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        sys.stdout.flush()
         text = "".join(traceback.format_exception(error))
-        sys.stderr.write("".join(f"rank {world.rank}: {line}\n" for line in text.splitlines()))
-        sys.stderr.flush()
-        time.sleep(0.3)  # launchers drop what a rank wrote just before it aborts
-        world.Abort(130 if isinstance(error, KeyboardInterrupt) else 1)
+        _end(world, 1, "\n".join(f"rank {world.rank}: {line}" for line in text.splitlines()))
+        raise
+
+
+def _end(world: Any, code: int, text: str) -> None:
+    sys.stdout.flush()
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    time.sleep(0.3)  # launchers drop what a rank wrote just before it aborts
+    world.Abort(code)
 
 
 def agree(world: Any, act: Callable[[], T]) -> T:

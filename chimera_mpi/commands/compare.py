@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ..draw.look import duration
 from ..errors import InputError
-from ..schedule import SCHEMES
+from ..schedule import SCHEMES, paused_collector
 from ..timeline import Timeline
 from ._plan import Plan, add_costs, add_order, costs_of, count, parse_scheme, plan
 from .show import add_files, write_files
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--csv", action="store_true", help="print CSV instead of a table")
 
 
+@paused_collector()
 def run(args: argparse.Namespace) -> int:
     specs = {spec: parse_scheme(spec) for spec in args.scheme or SCHEMES}
     draws = any((args.svg, args.png, args.html, args.trace))

@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..data import prepare
 
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     made = prepare(args.output, args.sources, args.seed, args.validation_fraction)
     print(describe(made))
     return 0

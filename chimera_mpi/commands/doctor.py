@@ -135,9 +135,9 @@ def _parity(world: Any, overrides: list[str]) -> int:
         raise InputError(f"{config.scheme} is asynchronous and does not equal one process: try scheme=chimera")
     rng = torch.Generator().manual_seed(config.seed)
     ids = [torch.randint(config.vocabulary, (size, config.sequence_length + 1), generator=rng) for size in job.sizes]
-    batches = [((tokens[:, :-1].contiguous(),), (tokens[:, 1:].contiguous(),)) for tokens in ids]
+    batches = [((tokens[:, :-1].contiguous(),), tokens[:, 1:].contiguous()) for tokens in ids]
     settings = Settings(seed=config.seed, recompute=recompute_of(config), cuts=tuple(job.cuts))
-    differences = parity(world, job.plan.schedule, job.model, batches, settings)
+    differences = parity(world, job.plan.schedule, job.task.model, batches, settings)
     worst = world.bcast(max(d.relative for d in differences) if differences else None)
     if differences:
         print("stage  rank  largest relative difference of a weight after two steps, to one process in float64")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from .. import draw
-from ._plan import write
+from ._plan import count, write
 
 EXAMPLE = """\
   chimera-mpi report runs/20261130-091500-chimera.h5
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", type=Path, metavar="RUN.h5", help="the log of a run, also of one in progress")
     parser.add_argument("--step", type=int, help="which sampled step to draw; by default the last")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the step as SVG")
-    parser.add_argument("--width", type=int, metavar="COLUMNS", help="default: the terminal's, 80 without one")
+    parser.add_argument("--width", type=count, metavar="COLUMNS", help="default: the terminal's, 80 without one")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,10 +27,11 @@ def run(args: argparse.Namespace) -> int:
     from ..runlog import read_run
 
     log = read_run(args.log)
+    wanted = args.svg is not None or args.step is not None
+    steps = report.steps_of(log, args.step).titled if log.sampled_steps or wanted else {}
     print("\n".join(report.summary(log)))
-    if not log.sampled_steps:
+    if not steps:
         return 0
-    steps = report.steps_of(log, args.step).titled
     if args.svg:
         write(args.svg, draw.svg(steps))
     print()

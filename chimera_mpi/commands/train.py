@@ -18,7 +18,6 @@ from ..predict import weight_versions
 from ._ranks import agree, ending_together, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
-    from ..config import Config
     from ..runlog import RunLog
     from ..train import Job, Progress
 
@@ -56,6 +55,7 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     from ..data import open_corpus
     from ..runlog import read_run
     from ..runtime.grid import find_node
+    from ..tasks import check_vocabulary
     from ..train import Trainer, plan_job
 
     config = agree(world, lambda: load(args.source, args.overrides))
@@ -66,10 +66,10 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     corpus, validation = agree(
         world, lambda: [open_corpus(data, part, config.sequence_length) for part in ("train", "validation")]
     )
-    agree(world, lambda: _check_vocabulary(config, corpus))
+    agree(world, lambda: check_vocabulary(job.task, corpus))
     threads = set_threads(config.threads, find_node(world).threads)
     facts = _facts(world, threads)
-    log = agree(world, on_rank_0(lambda: _create_log(job, corpus, world.size, facts)))
+    log = agree(world, on_rank_0(lambda: _create_log(job, validation, world.size, facts)))
     trainer = Trainer(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody)
     if world.rank == 0:
         print(_opening(job, world.size, threads, str(trainer.patience)), flush=True)
@@ -98,14 +98,6 @@ def _prepare_default(path: Path) -> None:
         print(describe(prepare(path)), flush=True)
 
 
-def _check_vocabulary(config: Config, corpus: Any) -> None:
-    if config.vocabulary < corpus.vocabulary:
-        raise InputError(
-            f"vocabulary={config.vocabulary} is less than the {corpus.vocabulary} tokens of {corpus.path}: "
-            f"set vocabulary={corpus.vocabulary}"
-        )
-
-
 def _create_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any]) -> RunLog | None:
     from ..models import parameter_count
     from ..runlog import RunLog, locks_wanted
@@ -121,9 +113,9 @@ def _create_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any]) -> Run
         "width": job.width,
         "ranks": ranks,
         "mini_batch_size": sum(job.sizes),
-        "parameters": parameter_count(job.model),
+        "parameters": parameter_count(job.task.model),
         "unigram_entropy_nats": corpus.unigram_entropy_nats,
-        "corpus_sha256": corpus.sha256,
+        "validation_sha256": corpus.sha256,
         **facts,
     }
     return RunLog.create(path, attributes, ranks, locking=locks_wanted(os.environ))

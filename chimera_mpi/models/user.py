@@ -33,8 +33,9 @@ def user_model(path: str, seed: int = 0) -> Model:
     runs on every rank with the generators of torch, numpy and random set by `seed`, so that all ranks build the same
     weights; the current folder may be imported from, as with `python -m`.
     """
-    with _same_everywhere(seed):  # importing may draw too
+    with _same_everywhere(seed):  # importing may draw too, but only the first time
         build = _find(path)
+    with _same_everywhere(seed):
         try:
             built = build()
         except Exception as error:

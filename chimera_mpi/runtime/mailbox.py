@@ -80,8 +80,8 @@ class Mailbox:
         return received
 
     def send(self, op: Op, tensors: Tensors) -> None:
-        """Give away what `op` made, and return at once. Whoever writes to the tensors before they have left
-        is found out: a later call raises RuntimeError."""
+        """Give away what `op` made, and return at once. A write to the tensors before they have left that
+        autograd would notice is found out: a later call raises RuntimeError."""
         target, tensors = self._targets[op], tuple(tensor.detach() for tensor in tensors)
         if target == self.comm.rank:
             self._to_self[op] = tensors
@@ -90,6 +90,8 @@ class Mailbox:
         if [Spec(tuple(t.shape), t.dtype) for t in tensors] != list(specs):
             raise TypeError(f"{op} made {[(tuple(t.shape), t.dtype) for t in tensors]}, its receiver expects {specs}")
         isend = self.comm.Issend if self.delivery.synchronous else self.comm.Isend
+        if len(tensors) > Tags.parts:
+            raise ValueError(f"{op} made {len(tensors)} tensors, a message has {Tags.parts} at most")
         for part, tensor in enumerate(tensors):
             tensor = tensor.contiguous()
             for piece in pieces(tensor, self.delivery.limit_bytes):

@@ -15,7 +15,7 @@ from .grid import Comm, Grid
 from .mailbox import Spec, Tensors
 from .optimizer import Recipe
 from .pipeline import Pipeline, Settings
-from .worker import MicroBatch
+from .worker import MicroBatch, Targets
 
 RATE = 0.1
 RECIPE = Recipe("sgd", momentum=0.9)
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
 
 
 def parity(
-    comm: Comm, schedule: Schedule, model: Model, batches: Sequence[tuple[Tensors, Tensors]], settings: Settings
+    comm: Comm, schedule: Schedule, model: Model, batches: Sequence[tuple[Tensors, Targets]], settings: Settings
 ) -> list[Difference] | None:
     """Take two steps in float64 on (inputs, targets) micro-batches, of all replicas in order, and compare.
 
@@ -55,12 +55,12 @@ def parity(
     return None if everyone is None else sorted(d for of_rank in everyone for d in of_rank)
 
 
-def _micro_batch(batches: Sequence[tuple[Tensors, Tensors]], step: int, first: int, index: int) -> MicroBatch:
+def _micro_batch(batches: Sequence[tuple[Tensors, Targets]], step: int, first: int, index: int) -> MicroBatch:
     inputs, targets = batches[first + index]
     return MicroBatch(inputs, targets, step, first + index)
 
 
-def serial_weights(model: Model, batches: Sequence[tuple[Tensors, Tensors]], seed: int) -> list[dict]:
+def serial_weights(model: Model, batches: Sequence[tuple[Tensors, Targets]], seed: int) -> list[dict]:
     """The weights of each layer after the same two steps in one process, by name."""
     layers = [make_layer(model, index, seed, dtype=torch.float64) for index in range(len(model.layers))]
     tied = [[layers[index].get_parameter(name) for index, name in group] for group in model.tied]
@@ -82,13 +82,13 @@ def serial_weights(model: Model, batches: Sequence[tuple[Tensors, Tensors]], see
     return [{name: p.detach() for name, p in layer.named_parameters()} for layer in layers]
 
 
-def _loss(model: Model, layers: Sequence, batch: tuple[Tensors, Tensors], seed: int, step: int, number: int) -> tuple:
+def _loss(model: Model, layers: Sequence, batch: tuple[Tensors, Targets], seed: int, step: int, number: int) -> tuple:
     tensors, targets = batch
     for index, layer in enumerate(layers):
         torch.default_generator.manual_seed(keyed_seed(seed, step, number, index))
         output = layer(*tensors)
         tensors = output if isinstance(output, tuple) else (output,)
-    return model.loss(*tensors, *targets)
+    return model.loss(*tensors, targets)
 
 
 def _difference(layer: torch.nn.Module, weights: dict) -> float:

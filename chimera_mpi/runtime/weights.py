@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from ..schedule import COMPUTE, Kind, Op, Place, Schedule, used_versions
 from .gradients import Gradients, bind
@@ -37,6 +38,8 @@ class Weights:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
+            # Fused optimizers write without telling autograd, which must not use a graph of older weights.
+            increment_version(self.masters.values())
         for name, master in self.masters.items():
             if master is not self.newest[name]:
                 self.newest[name].copy_(master)

@@ -20,7 +20,8 @@ from .stash import Kept, Stash
 from .tape import Segment, Tape, start_graph
 from .weights import Weights
 
-Loss = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (*outputs of the last layer, *targets) -> sum, count
+Loss = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (*outputs of the last layer, targets) -> sum, count
+Targets = torch.Tensor | Tensors
 Handler = tuple[Callable[[Op], Tensors], Callable[[Op, Tensors], None]]
 
 
@@ -28,7 +29,7 @@ class MicroBatch(NamedTuple):
     """`number` counts the micro-batches of a step over all pipeline groups."""
 
     inputs: Tensors
-    targets: Tensors
+    targets: Targets
     step: int
     number: int
 
@@ -226,13 +227,13 @@ class Evaluator:
         if op.stage + 1 < self.schedule.stages:
             self.mailbox.send(op, outputs)
         else:
-            loss, targets = self.loss(*outputs, *batch.targets)
+            loss, targets = self.loss(*outputs, batch.targets)
             self._sums.loss += loss.item()
             self._sums.targets += targets.item()
 
 
-def _then_loss(segment: Segment, loss: Loss, targets: Tensors, tensors: Tensors) -> Tensors:
-    return loss(*segment(tensors), *targets)
+def _then_loss(segment: Segment, loss: Loss, targets: Targets, tensors: Tensors) -> Tensors:
+    return loss(*segment(tensors), targets)
 
 
 def _nothing(op: Op) -> Tensors:

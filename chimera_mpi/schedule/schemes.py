@@ -372,6 +372,8 @@ SCHEMES: dict[str, Callable[..., Schedule]] = {
     "hanayo": hanayo,
     "chimera_zb": chimera_zb,
 }
+MOST_CELLS = 1_000_000  # of depth x micro_batches: planned in about a minute
+
 ALIASES = {"dapple": "1f1b"}
 STREAMS = ("pipedream", "pipedream_2bw")
 
@@ -416,10 +418,16 @@ def build(
     """
     name = ALIASES.get(scheme, scheme)
     if name not in SCHEMES:
-        raise ScheduleError(f"unknown scheme '{scheme}': {nearest(scheme, [*SCHEMES, *ALIASES])}")
+        raise ScheduleError(f"unknown scheme {scheme!r}: {nearest(scheme, [*SCHEMES, *ALIASES])}")
     for what, value in ("depth", depth), ("micro_batches", micro_batches):
         if value < 1:
             raise ScheduleError(f"{what} must be at least 1, not {value}: try {what}=4")
+    if depth * micro_batches > MOST_CELLS:
+        fits = max(MOST_CELLS // depth, 1)
+        raise ScheduleError(
+            f"depth {depth} with {micro_batches} micro-batches is more than can be planned at once, "
+            f"{MOST_CELLS:,} of depth x micro_batches: try micro_batches={fits} or fewer"
+        )
     known = options_of(name)
     for option in options:
         if option not in known:

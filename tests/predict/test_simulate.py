@@ -118,10 +118,10 @@ def test_allreduce_over_the_replicas_of_all_groups():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_ticks_are_the_same_times_in_whole_numbers(scheme):
-    tenth = Fraction(1, 10)
+    ninth = Fraction(1, 9)
     costs = Costs(
-        tenth, 3 * tenth, transfer_s=Fraction(1, 7), allreduce_s=Fraction(5, 3), recompute=True,
-        message_bytes=3, link=Link(tenth, Fraction(1, 11)), node_link=Link(0, 0.125), workers_per_node=2,
+        ninth, 5 * ninth, transfer_s=Fraction(1, 7), allreduce_s=Fraction(5, 3), recompute=True,
+        message_bytes=3, link=Link(0, Fraction(1, 11)), node_link=Link(ninth, Fraction(1, 5)), workers_per_node=2,
         gradient_bytes=7, groups=3,
     )  # fmt: skip
     schedule = build(scheme, 4, 6)
@@ -133,6 +133,7 @@ def test_ticks_are_the_same_times_in_whole_numbers(scheme):
         [time / per_s for time in times], rel=1e-14
     )
     assert Costs(1, 2, jitter=0.1).in_ticks() == (Costs(1, 2, jitter=0.1), 1)
+    assert Costs(1, 3).in_ticks() == (Costs(2, 6), 2)  # half of the backward is whole too
 
 
 def test_jitter_is_chance_by_seed():

@@ -72,7 +72,7 @@ class Case:
     def feed(self, batch, step):
         def micro_batch(index):
             inputs, targets = batch[self.first + index]
-            return MicroBatch((inputs,), (targets,), step, self.first + index)
+            return MicroBatch((inputs,), targets, step, self.first + index)
 
         return micro_batch
 

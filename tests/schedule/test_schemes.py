@@ -1,5 +1,6 @@
 """Laws over the registry, and the orders that papers and drawings give."""
 
+import gc
 import inspect
 import itertools
 
@@ -253,3 +254,12 @@ def test_options_that_cannot_be_had():
 def test_aliases_are_schemes():
     assert {ALIASES[alias] for alias in ALIASES} <= set(SCHEMES)
     assert build("dapple", 4, 8) == build("1f1b", 4, 8)
+
+
+def test_the_collector_is_only_paused():
+    for was_on in True, False, True:
+        gc.enable() if was_on else gc.disable()
+        simulate(check(build("chimera", 4, 4)))
+        with pytest.raises(ScheduleError):
+            build("chimera", 3, 4)
+        assert gc.isenabled() == was_on

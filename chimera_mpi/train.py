@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from .predict.partition import Cuts, cut_at, cut_by, cut_uniformly, imbalance
 from .runlog import RunLog, StepRow
 from .runtime.clock import aligned_clock
 from .runtime.grid import Comm, Grid, width_of
-from .runtime.mailbox import Delivery, Spec
+from .runtime.mailbox import Delivery, Spec, Tensors
 from .runtime.optimizer import LearningRate, Recipe
 from .runtime.pipeline import Pipeline, Settings
 from .runtime.stage import Recompute, trace
@@ -54,7 +55,7 @@ def plan_job(config: Config, ranks: int) -> Job:
     width = width_of(ranks, config.depth)
     task = task_of(config)
     sizes = _sizes(config, width, plan.micro_batches)
-    entering = [Spec((max(sizes), config.sequence_length), torch.int64)] * task.inputs
+    entering = (Spec((max(sizes), config.sequence_length), torch.int64),) * task.inputs
     flops = trace(task.model, entering).flops
     cuts = _cuts(config, task.model, plan.schedule, flops)
     return Job(config, width, plan, task, sizes, cuts, imbalance(flops, cuts, plan.schedule))
@@ -198,9 +199,7 @@ class Trainer:
         def micro_batch(index: int) -> MicroBatch:
             step, at = divmod(index, self.micro_batches)
             number = self.first + at
-            inputs, targets = batches.micro_batch(first_step + step, number)
-            entering = tuple(map(torch.from_numpy, inputs if isinstance(inputs, tuple) else (inputs,)))
-            return MicroBatch(entering, _tensors(targets), first_step + step, number)
+            return MicroBatch(first_step + step, number, partial(read_micro_batch, batches, first_step + step, number))
 
         return micro_batch
 
@@ -247,6 +246,12 @@ class Trainer:
                 self.log.evaluation(step, *evaluation)
         validation_loss = evaluation[0] if evaluation else None
         self.tell(Progress(step, self.job.config.steps, loss, grad_norm, seconds, samples / seconds, validation_loss))
+
+
+def read_micro_batch(batches: Any, step: int, number: int) -> tuple[Tensors, Targets]:
+    """Inputs and targets of micro-batch `number` of a step, as tensors."""
+    inputs, targets = (_tensors(arrays) for arrays in batches.micro_batch(step, number))
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), targets
 
 
 def _tensors(arrays: Any) -> Targets:

@@ -237,12 +237,55 @@ def test_an_exception_on_one_rank_ends_all(folder, phase, rank):
         assert read_run(folder / log).config["depth"] == 2
 
 
-def test_the_doctor_finds_training_equal_to_one_process(folder):
-    options = ("scheme=chimera_zb", "depth=2", "micro_batches=4", "tied=true", "dropout=0.1", "recompute=layer")
-    done = launch.chimera(2, "doctor", "--parity", *options, cwd=folder)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("scheme=chimera_zb", "tied=true", "dropout=0.1", "recompute=layer"),
+        ("scheme=chimera", "model=bert", "tied=true", "vocabulary=50", "sequence_length=32", "positions=32"),
+        ("scheme=zb_v", "model=my_model:build"),
+    ],
+    ids=["gpt", "bert", "user"],
+)
+def test_the_doctor_finds_training_equal_to_one_process(folder, options):
+    (folder / "my_model.py").write_text(USER_MODEL)
+    done = launch.chimera(2, "doctor", "--parity", "depth=2", "micro_batches=4", *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "equal"
     assert len(done.stdout.splitlines()) == 2 + 4
+
+
+USER_MODEL = """
+import torch
+from torch import nn
+
+
+class Join(nn.Module):
+    def forward(self, x, kept):
+        return x * kept.unsqueeze(-1), kept
+
+
+class Keep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(257, 8)
+
+    def forward(self, ids):
+        return self.embedding(ids), ids % 3 > 0
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 257)
+        self.linear.bias.requires_grad_(False)
+
+    def forward(self, x, kept):
+        return self.linear(torch.tanh(x)) * kept.unsqueeze(-1)
+
+
+def build():
+    return [Keep(), Join(), Join(), Last()]
+"""
 
 
 def test_the_doctor_examines_the_machine(folder):

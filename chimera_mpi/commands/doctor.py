@@ -7,10 +7,16 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InputError
 from ._ranks import ending_together, refuse_singletons
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..data import Corpus
+    from ..tasks import Task
 
 EXAMPLE = """\
   mpirun -n 4 chimera-mpi doctor
@@ -119,13 +125,21 @@ def _allreduce(world: Any, patience: Any) -> Finding:
     return Finding("ok" if whole else "error", "all-reduce", f"{seconds * 1e3:.2f} ms" if whole else "wrong values")
 
 
-def _parity(world: Any, overrides: list[str]) -> int:
-    import torch
+def _random_corpus(config: Config, task: Task) -> Corpus:
+    import numpy as np
 
+    from ..data import Corpus
+
+    vocabulary = max(config.vocabulary - task.special_tokens, 2)
+    tokens = np.random.default_rng(config.seed).integers(vocabulary, size=1000 * config.sequence_length)
+    return Corpus(Path("random"), "train", config.sequence_length, vocabulary, tokens, 0.0, "")
+
+
+def _parity(world: Any, overrides: list[str]) -> int:
     from ..config import load
     from ..runtime.parity import parity
     from ..runtime.pipeline import Settings
-    from ..train import plan_job, recompute_of
+    from ..train import plan_job, read_micro_batch, recompute_of
     from ._ranks import agree
 
     small = ["layers=12", "hidden=32", "heads=4", "positions=16", "sequence_length=16", "micro_batch_size=2"]
@@ -133,11 +147,10 @@ def _parity(world: Any, overrides: list[str]) -> int:
     job = agree(world, lambda: plan_job(config, world.size))
     if job.plan.schedule.updates > 1:
         raise InputError(f"{config.scheme} is asynchronous and does not equal one process: try scheme=chimera")
-    rng = torch.Generator().manual_seed(config.seed)
-    ids = [torch.randint(config.vocabulary, (size, config.sequence_length + 1), generator=rng) for size in job.sizes]
-    batches = [((tokens[:, :-1].contiguous(),), tokens[:, 1:].contiguous()) for tokens in ids]
+    batches = job.task.batches(_random_corpus(config, job.task), job.sizes, config.seed)
+    micro_batches = [read_micro_batch(batches, 0, number) for number in range(len(job.sizes))]
     settings = Settings(seed=config.seed, recompute=recompute_of(config), cuts=tuple(job.cuts))
-    differences = parity(world, job.plan.schedule, job.task.model, batches, settings)
+    differences = parity(world, job.plan.schedule, job.task.model, micro_batches, settings)
     worst = world.bcast(max(d.relative for d in differences) if differences else None)
     if differences:
         print("stage  rank  largest relative difference of a weight after two steps, to one process in float64")

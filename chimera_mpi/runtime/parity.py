@@ -56,8 +56,7 @@ def parity(
 
 
 def _micro_batch(batches: Sequence[tuple[Tensors, Targets]], step: int, first: int, index: int) -> MicroBatch:
-    inputs, targets = batches[first + index]
-    return MicroBatch(inputs, targets, step, first + index)
+    return MicroBatch(step, first + index, lambda: batches[first + index])
 
 
 def serial_weights(model: Model, batches: Sequence[tuple[Tensors, Targets]], seed: int) -> list[dict]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -57,8 +56,7 @@ class Pipeline:
         self.schedule, self.model = schedule, model
         self.grid, self.patience = grid, settings.patience or grid.node.patience
         self.cuts = list(settings.cuts or cut_uniformly(len(model.layers), schedule.stages))
-        traced = cache(lambda specs: trace(model, specs, settings.dtype))
-        self.traces = [traced(tuple(specs)) for specs in inputs]
+        self.traces = [trace(model, tuple(specs), settings.dtype) for specs in inputs]
         self.stages = {
             place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype)
             for place in schedule.places(self.grid.worker)

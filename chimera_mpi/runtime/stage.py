@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import nn
@@ -74,11 +74,12 @@ class Trace:
     flops: tuple[int, ...]
 
 
-def trace(model: Model, inputs: Sequence[Spec], dtype: torch.dtype = torch.float32) -> Trace:
+@lru_cache(maxsize=256)
+def trace(model: Model, inputs: tuple[Spec, ...], dtype: torch.dtype = torch.float32) -> Trace:
     """Find out without memory or arithmetic, layers made by one factory once for each shape."""
     one_layer = cache(lambda factory, entering: _trace_layer(model, model.layers.index(factory), entering, dtype))
     outputs, flops = [], []
-    entering = tuple(inputs)
+    entering = inputs
     for factory in model.layers:
         entering, layer_flops = one_layer(factory, entering)
         outputs.append(entering)

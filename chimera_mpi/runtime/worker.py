@@ -26,12 +26,20 @@ Handler = tuple[Callable[[Op], Tensors], Callable[[Op, Tensors], None]]
 
 
 class MicroBatch(NamedTuple):
-    """`number` counts the micro-batches of a step over all pipeline groups."""
+    """`number` counts the micro-batches of a step over all pipeline groups. Inputs and targets are read where
+    they are wanted: at the two ends of a pipeline."""
 
-    inputs: Tensors
-    targets: Targets
     step: int
     number: int
+    read: Callable[[], tuple[Tensors, Targets]]
+
+    @property
+    def inputs(self) -> Tensors:
+        return self.read()[0]
+
+    @property
+    def targets(self) -> Targets:
+        return self.read()[1]
 
 
 Feed = Callable[[int], MicroBatch]  # the micro-batches of a pipeline group, by their index in the schedule

@@ -17,7 +17,7 @@ from .list_scheduler import ordered_for
 from .ops import Kind, Op, Place, Schedule, ScheduleError
 from .sync import with_stream_updates, with_updates
 from .timing import OpCosts
-from .weave import Trip, in_gaps, trailing, weave
+from .weave import MOST_CELLS, Trip, in_gaps, trailing, weave
 
 
 def down(depth: int, first: int = 0) -> list[int]:
@@ -372,8 +372,6 @@ SCHEMES: dict[str, Callable[..., Schedule]] = {
     "hanayo": hanayo,
     "chimera_zb": chimera_zb,
 }
-MOST_CELLS = 1_000_000  # of depth x micro_batches: planned in about a minute
-
 ALIASES = {"dapple": "1f1b"}
 STREAMS = ("pipedream", "pipedream_2bw")
 

@@ -27,6 +27,9 @@ class Trip(NamedTuple):
     turn: float
 
 
+MOST_CELLS = 1_000_000  # of stages x micro-batches: planned in about a minute
+
+
 def weave(
     scheme: str,
     pipes: list[list[int]],
@@ -46,6 +49,11 @@ def weave(
     gradient = Kind.INPUT if weights else Kind.BACKWARD
     rows: list[Row] = [{} for _ in range(depth)]
     for index, (pipe, enter, turn) in enumerate(trips):
+        if index * stages > MOST_CELLS:
+            raise ScheduleError(
+                f"{scheme} has {stages} stages, with which {MOST_CELLS // stages} micro-batches can be planned, "
+                "not more: take fewer stages or micro-batches"
+            )
         for stage, worker in enumerate(pipes[pipe]):
             for kind, slot in (Kind.FORWARD, enter + forth[stage]), (gradient, turn + back[stage]):
                 op = Op(kind, pipe, stage, index)

@@ -71,8 +71,8 @@ class Case:
 
     def feed(self, batch, step):
         def micro_batch(index):
-            inputs, targets = batch[self.first + index]
-            return MicroBatch((inputs,), targets, step, self.first + index)
+            number = self.first + index
+            return MicroBatch(step, number, lambda: ((batch[number][0],), batch[number][1]))
 
         return micro_batch
 

@@ -25,7 +25,7 @@ def mailboxes(comm, delivery):
 
 
 @pytest.mark.mpi(2)
-@pytest.mark.parametrize("limit_bytes", [1 << 30, 1 << 20, 1000])
+@pytest.mark.parametrize("limit_bytes", [1 << 30, 1 << 20, 50_000])
 def test_a_tensor_may_be_let_go_at_once(comm, limit_bytes):
     mailbox, consumers = mailboxes(comm, Delivery(synchronous=True, limit_bytes=limit_bytes))
     if comm.rank == 0:

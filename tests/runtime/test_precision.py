@@ -22,7 +22,7 @@ def gradient(comm, schedule, dtype):
     batch = mini_batch((1,) * schedule.micro_batches)
     masters = [m for weights in pipeline.worker.weights.values() for m in weights.masters.values()]
     before = [m.detach().clone() for m in masters]
-    pipeline.run(lambda n: MicroBatch((batch[n][0],), batch[n][1], 0, n), 0, lambda step: 1.0)
+    pipeline.run(lambda n: MicroBatch(0, n, lambda: ((batch[n][0],), batch[n][1])), 0, lambda step: 1.0)
     return torch.cat([(b - m.detach()).flatten() for b, m in zip(before, masters, strict=True)])
 
 

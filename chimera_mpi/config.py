@@ -79,6 +79,7 @@ class Config(BaseModel):
     log: str | None = Field("auto", description="a file that must not exist; none; or auto for runs/TIME-SCHEME.h5")
     eval_every: Count = Field(20, description="steps")
     eval_mini_batches: Count = 2
+    check_replicas: Count | None = Field(None, description="steps between comparisons of all replicas, to the bit")
     spans_every: Count = Field(10, description="steps between those whose spans are logged")
 
     # the machine

@@ -177,6 +177,8 @@ class Trainer:
         table = self._gather([number for row in rows for number in row])
         if _is_due(steps, config.spans_every, config.steps):
             self._log_spans(steps[-1], spans)
+        if config.check_replicas and _is_due(steps, config.check_replicas, config.steps):
+            self.pipeline.check_replicas()
         evaluation = self.evaluate(steps[-1]) if _is_due(steps, config.eval_every, config.steps) else None
         if table is not None:
             by_step = table.reshape(len(table), len(steps), -1).swapaxes(0, 1)

@@ -14,10 +14,10 @@ from ..predict.partition import cut_uniformly
 from ..schedule import Schedule, forward_only
 from ..timeline import Span
 from .gradients import Clip, Gradients, ties_across
-from .grid import Grid
+from .grid import Grid, holders
 from .mailbox import Delivery, Mailbox, Spec
 from .optimizer import Recipe
-from .stage import Boundaries, Recompute, Stage, trace
+from .stage import Boundaries, Recompute, Stage, digest, trace
 from .waiting import Patience
 from .weights import weights_of
 from .worker import Evaluator, Feed, Sums, Worker
@@ -89,6 +89,17 @@ class Pipeline:
     def evaluate(self, feed: Feed, step: int) -> Sums:
         """Only the loss of the schedule's micro-batches: this worker's part of it."""
         return self.evaluator.run(feed, step)
+
+    def check_replicas(self) -> None:
+        """Compare the copies of each stage to the bit. Collective. Raises RuntimeError where they differ."""
+        differing = []
+        for stage in sorted({stage for _, stage in self.stages}, reverse=True):
+            here = {digest(module) for place, module in self.stages.items() if place[1] == stage}
+            everywhere = self.grid.replicas(holders(self.schedule, [stage])).allgather(here)
+            if len(set().union(*everywhere)) > 1:
+                differing.append(str(stage))
+        if differing:
+            raise RuntimeError(f"the replicas of stage {', '.join(differing)} differ")
 
     def _mailbox(self, schedule: Schedule, settings: Settings) -> Mailbox:
         boundaries = Boundaries(schedule, self.cuts, self.traces)

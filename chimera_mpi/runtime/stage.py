@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -46,6 +47,15 @@ class Stage(nn.Module):
             here = [(index, name) for index, name in group if index in self.indices]
             for index, name in here[1:]:
                 set_parameter(self.layer(index), name, self.layer(here[0][0]).get_parameter(here[0][1]))
+
+
+def digest(stage: nn.Module) -> str:
+    """A hash of all parameters, to the bit."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, parameter in stage.named_parameters():
+        found.update(name.encode())
+        found.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

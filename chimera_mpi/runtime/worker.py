@@ -150,33 +150,30 @@ class Worker:
         sums.targets += targets.item()
 
     def _backward(self, op: Op, received: Tensors) -> None:
-        kept = self.stash.pop(op)
-        gradients, targets = self._entering(op, kept, received)
-        self.weights[op.place].use(op)
-        self._send_back(op, kept.tape.backward(gradients), targets)
-        self.gradients.count(op.place, targets)
+        self._go_back(op, received, Tape.backward)
+        self.stash.pop(op)
 
     def _input(self, op: Op, received: Tensors) -> None:
-        kept = self.stash.get(op)
-        gradients, targets = self._entering(op, kept, received)
-        self.weights[op.place].use(op)
-        self._send_back(op, kept.tape.backward_inputs(gradients), targets)
-        self.gradients.count(op.place, targets)
+        self._go_back(op, received, Tape.backward_inputs)
 
     def _weight(self, op: Op, received: Tensors) -> None:
         self.stash.pop(op).tape.backward_weights()
         self._poke()
 
-    def _entering(self, op: Op, kept: Kept, received: Tensors) -> tuple[Tensors, torch.Tensor]:
-        """The gradients of a stage's outputs, and the number of targets that rides with them."""
+    def _go_back(self, op: Op, received: Tensors, way: Callable[[Tape, Tensors], Tensors]) -> None:
+        """From the gradients of a stage's outputs to those of its inputs; the number of targets rides along."""
+        kept = self.stash.get(op)
         if self._is_last(op):
-            targets = kept.targets[0]
-            return (torch.ones_like(targets), torch.zeros_like(targets)), targets
-        return received[:-1], received[-1]
-
-    def _send_back(self, op: Op, gradients: Tensors, targets: torch.Tensor) -> None:
+            (targets,) = kept.targets
+            gradients: Tensors = (torch.ones_like(targets), torch.zeros_like(targets))
+        else:
+            *leaving, targets = received
+            gradients = tuple(leaving)
+        self.weights[op.place].use(op)
+        entering = way(kept.tape, gradients)
+        self.gradients.count(op.place, targets)
         if op.stage:
-            self.mailbox.send(op, (*gradients, targets.to(COUNT.dtype)))
+            self.mailbox.send(op, (*entering, targets.to(COUNT.dtype)))
         self._poke()
 
     def _reduce(self, op: Op, received: Tensors) -> None:

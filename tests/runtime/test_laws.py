@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from case import Case, mini_batch, tiny
+from case import Case, cancel, mini_batch, tiny
 from mpi4py import MPI
 from serial import Serial
 
@@ -186,6 +186,22 @@ def test_replicas_stay_equal_to_the_bit(comm):
     assert mine["layer 0 tokens.weight"] == mine["layer 7 output.weight"]
 
 
+@pytest.mark.mpi(4)
+@every_scheme(2, 4)
+def test_replicas_that_drift_apart_are_found(comm, schedule):
+    case = Case(comm, schedule)
+    case.pipeline.check_replicas()
+    if comm.rank == 1:
+        next(iter(case.pipeline.stages.values())).layers[0].register_parameter(
+            "drift", torch.nn.Parameter(torch.ones(1))
+        )
+    drifted = next(iter(case.pipeline.stages))[1] if comm.rank == 1 else None
+    stage = comm.bcast(drifted, root=1)
+    if stage in {s for _, s in case.pipeline.stages}:
+        with pytest.raises(RuntimeError, match=f"the replicas of stage {stage} differ"):
+            case.pipeline.check_replicas()
+
+
 def named_parameters(pipeline):
     for stage in pipeline.stages.values():
         for index in stage.indices:
@@ -258,6 +274,7 @@ def test_a_failing_op_is_named(comm):
     if comm.rank == 0:
         with pytest.raises(RuntimeError, match=r"step 3, worker 0, stage 0 of pipeline 0, op 0F0"):
             case.pipeline.run(case.feed([], 3), 3, lambda step: 0.1)
+        cancel(case.pipeline.worker.mailbox)
 
 
 @pytest.mark.mpi(2)

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from case import grid_of
+from case import cancel, grid_of
 
 from chimera_mpi.runtime.mailbox import Delivery, Mailbox, Spec, Tags, pieces
 from chimera_mpi.schedule import Kind, Op, build, messages
@@ -81,14 +81,6 @@ def test_what_nobody_took_is_named_at_the_flush(comm):
     with pytest.raises(RuntimeError, match=r"messages left in the mailbox of worker \d at the flush"):
         mailbox.flush()
     cancel(mailbox)
-
-
-def cancel(mailbox):
-    """End receives that this test never matched."""
-    for arrival in mailbox._arriving.values():
-        for request in arrival.requests:
-            request.Cancel()
-            request.Wait()
 
 
 @pytest.mark.parametrize(("scheme", "depth"), [("1f1b", 8), ("chimera", 8), ("chimera", 32)])

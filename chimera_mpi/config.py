@@ -65,6 +65,9 @@ class Config(BaseModel):
     # the optimizer
     steps: Count = 100
     optimizer: Literal["adamw", "sgd", "lamb", "adafactor"] = "adamw"
+    optimizer_sharding: Literal["none", "replicas"] = Field(
+        "none", description="whether each replica of a stage has all of the optimizer's state, or a share"
+    )
     learning_rate: float = Field(3e-4, gt=0)
     minimum_learning_rate: float = Field(0.0, ge=0)
     warmup_steps: Number = 10

@@ -159,6 +159,7 @@ class Trainer:
                 config.receives_ahead, config.message_limit_bytes, config.synchronous_sends, config.verify_messages
             ),
             patience=self.patience,
+            sharded=config.optimizer_sharding == "replicas",
             cuts=tuple(self.job.cuts),
         )
 

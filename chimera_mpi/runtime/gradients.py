@@ -27,36 +27,75 @@ class Bucket:
     ready, and begins anew from zero once all of them have used it.
     """
 
-    flat: torch.Tensor  # the gradients, and behind them the count of targets where there is one
-    gradients: torch.Tensor
+    flat: torch.Tensor  # the gradients, and behind them the count or padding
+    count: torch.Tensor  # of targets, in one element; empty where another bucket of the stage has it
+    parameters: dict[Place, list[nn.Parameter]]  # in the order of the buffer, the same ones at each place
     comm: MPI.Comm
-    places: frozenset[Place]
     ready: set[Place] = field(default_factory=set)
     used: set[Place] = field(default_factory=set)
     averaged: bool = False
-    request: MPI.Request = field(default_factory=lambda: MPI.Request(MPI.REQUEST_NULL))
+    requests: list[MPI.Request] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return sum(p.numel() for p in next(iter(self.parameters.values())))
+
+    @property
+    def mine(self) -> torch.Tensor:
+        """The summed gradients that this rank has a use for."""
+        return self.flat[: self.size]
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank adds the squares of what is `mine` to the norm of the model."""
+        return self.comm.rank == 0
 
     def start(self, place: Place) -> None:
         self.ready.add(place)
-        if self.ready == self.places:
+        if self.ready == set(self.parameters):
             self.ready.clear()
             if self.comm.size > 1:
-                self.request = self.comm.Iallreduce(MPI.IN_PLACE, self.flat.numpy(), MPI.SUM)
+                self.requests = self.reduce()
+
+    def reduce(self) -> list[MPI.Request]:
+        return [self.comm.Iallreduce(MPI.IN_PLACE, self.flat.numpy(), MPI.SUM)]
 
     def average(self, targets: float) -> float:
         """Divide by the number of targets; the sum of squares for which this rank answers."""
         if self.averaged:
             return 0.0
         self.averaged = True
-        self.gradients.div_(max(targets, 1.0))
-        return self.gradients.double().square().sum().item() if self.comm.rank == 0 else 0.0
+        self.mine.div_(max(targets, 1.0))
+        return self.mine.double().square().sum().item() if self.answers else 0.0
 
     def release(self, place: Place) -> None:
         self.used.add(place)
-        if self.used == self.places:
+        if self.used == set(self.parameters):
             self.used.clear()
             self.averaged = False
             self.flat.zero_()
+            self.count.zero_()
+
+
+class ShardedBucket(Bucket):
+    """A bucket of which each rank gets the sum of its share only (ZeRO, Rajbhandari et al. 2020).
+
+    The buffer is padded to equal shares; the sum of this rank's arrives at its beginning.
+    """
+
+    @property
+    def mine(self) -> torch.Tensor:
+        return self.flat[: len(self.flat) // self.comm.size]
+
+    @property
+    def answers(self) -> bool:
+        return True
+
+    def reduce(self) -> list[MPI.Request]:
+        return [
+            self.comm.Ireduce_scatter_block(MPI.IN_PLACE, self.flat.numpy(), MPI.SUM),
+            self.comm.Iallreduce(MPI.IN_PLACE, self.count.numpy(), MPI.SUM),
+        ]
 
 
 class Gradients:
@@ -69,8 +108,15 @@ class Gradients:
     """
 
     def __init__(
-        self, grid: Grid, schedule: Schedule, stages: Mapping[Place, Stage], ties: Sequence[Tie], patience: Patience
+        self,
+        grid: Grid,
+        schedule: Schedule,
+        stages: Mapping[Place, Stage],
+        ties: Sequence[Tie],
+        patience: Patience,
+        sharded: bool = False,
     ):
+        """With `sharded` each replica of a stage has the sums of a share of its gradients; of tied ones, of all."""
         self.patience = patience
         self._pieces: dict[nn.Parameter, torch.Tensor] = {}
         self._own: dict[Place, Bucket] = {}
@@ -83,19 +129,24 @@ class Gradients:
                 for place, module in stages.items()
                 if place[1] == stage
             }
-            bucket = self._add(own, grid.replicas(holders(schedule, [stage])), counted=True)
-            self._own.update(dict.fromkeys(own, bucket))
+            comm = grid.replicas(holders(schedule, [stage]))
+            kind = ShardedBucket if sharded and comm.size > 1 else Bucket
+            self._own.update(dict.fromkeys(own, self._add(kind, own, comm, counted=True)))
         for tie, here in zip(ties, copies, strict=True):
             if here:
-                self._add(here, grid.replicas(holders(schedule, tie.stages)), counted=False)
+                self._add(Bucket, here, grid.replicas(holders(schedule, tie.stages)), counted=False)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Where the gradient of a parameter adds up; None for one that is frozen."""
         return self._pieces.get(parameter)
 
+    def bucket(self, place: Place) -> Bucket:
+        """That of the stage's own parameters, without tied ones."""
+        return self._own[place]
+
     def count(self, place: Place, targets: torch.Tensor) -> None:
         """Add a micro-batch's number of target tokens to those whose gradients `place` has summed."""
-        self._own[place].flat[-1] += targets
+        self._own[place].count += targets
 
     def start(self, place: Place) -> None:
         """The gradients of `place` are whole: start their all-reduce."""
@@ -106,7 +157,7 @@ class Gradients:
         """Drive the progress of the all-reduces under way."""
         for buckets in self._of_place.values():
             for bucket in buckets:
-                bucket.request.Test()
+                MPI.Request.Testall(bucket.requests)
 
     def settle(self, place: Place) -> float:
         """Wait for the sums over all replicas, and make them means over the target tokens of the mini-batch.
@@ -114,8 +165,8 @@ class Gradients:
         Returns the sum of their squares, of those for which this rank answers: over all places of all
         ranks every parameter of the model is in it once.
         """
-        self.patience.wait(*(bucket.request for bucket in self._of_place[place]))
-        targets = self._own[place].flat[-1].item()
+        self.patience.wait(*(request for bucket in self._of_place[place] for request in bucket.requests))
+        targets = self._own[place].count.item()
         return math.fsum(bucket.average(targets) for bucket in self._of_place[place])
 
     def settled(self, place: Place) -> bool:
@@ -125,23 +176,30 @@ class Gradients:
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         for bucket in {bucket for buckets in self._of_place.values() for bucket in buckets}:
-            bucket.gradients.mul_(factor)
+            bucket.mine.mul_(factor)
 
     def release(self, place: Place) -> None:
         """The weights of `place` are updated: its gradients begin anew from zero."""
         for bucket in self._of_place[place]:
             bucket.release(place)
 
-    def _add(self, parameters: Mapping[Place, list[nn.Parameter]], comm: MPI.Comm, counted: bool) -> Bucket:
+    def _add(
+        self, kind: type[Bucket], parameters: dict[Place, list[nn.Parameter]], comm: MPI.Comm, counted: bool
+    ) -> Bucket:
         """A bucket whose pieces are the gradients of the parameters, which are the same ones at each place."""
         first = next(iter(parameters.values()))
         size = sum(p.numel() for p in first)
-        flat = torch.zeros(size + counted, dtype=accumulated_in(first[0].dtype) if first else torch.float64)
+        dtype = accumulated_in(first[0].dtype) if first else torch.float64
+        if kind is ShardedBucket:
+            flat, count = torch.zeros(-(-size // comm.size) * comm.size, dtype=dtype), torch.zeros(1, dtype=dtype)
+            bucket: Bucket = ShardedBucket(flat, count, parameters, comm)
+        else:
+            flat = torch.zeros(size + counted, dtype=dtype)
+            bucket = Bucket(flat, flat[size:], parameters, comm)
         for same in parameters.values():
             for p, piece in zip(same, flat[:size].split([p.numel() for p in same]), strict=True):
                 self._pieces[p] = piece.view_as(p)
                 bind(p, self._pieces[p])
-        bucket = Bucket(flat, flat[:size], comm, frozenset(parameters))
         for place in parameters:
             self._of_place[place].append(bucket)
         return bucket

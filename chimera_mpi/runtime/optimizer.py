@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +24,27 @@ class Recipe:
         Matrices decay, vectors (biases, gains of norms) do not. The learning rate is set at each update.
         """
         weights = list(weights)
+        return self.build_of([w for w in weights if decays(w)], [w for w in weights if not decays(w)])
+
+    def build_of(
+        self, decaying: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+    ) -> torch.optim.Optimizer | None:
+        """As `build`, of weights that have been told apart."""
         groups = [
-            {"params": [w for w in weights if w.dim() >= 2], "weight_decay": self.weight_decay},
-            {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
+            {"params": list(decaying), "weight_decay": self.weight_decay},
+            {"params": list(others), "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         return OPTIMIZERS[self.name](self, groups) if groups else None
+
+    @property
+    def by_element(self) -> bool:
+        """Whether an element's update depends on that element alone, so that a tensor may be cut anywhere."""
+        return self.name in ("adamw", "sgd")
+
+
+def decays(weight: torch.Tensor) -> bool:
+    return weight.dim() >= 2
 
 
 class Lamb(torch.optim.Optimizer):

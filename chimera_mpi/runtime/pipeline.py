@@ -34,6 +34,7 @@ class Settings:
     clip: float | None = None
     delivery: Delivery = Delivery()
     patience: Patience | None = None
+    sharded: bool = False  # each replica of a stage has a share of the optimizer's state
     cuts: tuple[range, ...] | None = None  # the layers of each stage; uniform by default
 
 
@@ -66,14 +67,19 @@ class Pipeline:
             raise InputError(
                 f"{schedule.scheme} holds its stages at several versions, tied weights at one: set tied=false"
             )
-        gradients = Gradients(self.grid, schedule, self.stages, ties, self.patience)
+        if settings.sharded:
+            _check_sharding(schedule, settings.recipe)
+        gradients = Gradients(self.grid, schedule, self.stages, ties, self.patience, settings.sharded)
         self.worker = Worker(
             schedule,
             self.stages,
             model.loss,
             self._mailbox(schedule, settings),
             gradients,
-            {p: weights_of(stage, settings.recipe, gradients, schedule, p) for p, stage in self.stages.items()},
+            {
+                place: weights_of(stage, settings.recipe, gradients, schedule, place, self.patience)
+                for place, stage in self.stages.items()
+            },
             recompute=settings.recompute,
             clip=Clip(self.grid.world, settings.clip, self.patience) if settings.clip else None,
             steps=steps,
@@ -104,3 +110,18 @@ class Pipeline:
     def _mailbox(self, schedule: Schedule, settings: Settings) -> Mailbox:
         boundaries = Boundaries(schedule, self.cuts, self.traces)
         return Mailbox(self.grid.pipeline, schedule, boundaries, self.patience, settings.delivery)
+
+
+def _check_sharding(schedule: Schedule, recipe: Recipe) -> None:
+    """Raises InputError if the optimizer cannot be shared out."""
+    remedy = "set optimizer_sharding=none"
+    if not recipe.by_element:
+        raise InputError(
+            f"{recipe.name} looks at whole tensors, shares are cut anywhere: take adamw or sgd, or {remedy}"
+        )
+    if schedule.updates > 1:
+        raise InputError(f"{schedule.scheme} holds its weights in several versions, shares have one: {remedy}")
+    for worker in range(schedule.depth):
+        stages = [stage for _, stage in schedule.places(worker)]
+        if len(stages) > len(set(stages)):
+            raise InputError(f"worker {worker} of {schedule.scheme} holds a stage twice, which has one share: {remedy}")

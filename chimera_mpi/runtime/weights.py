@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import torch
+from mpi4py import MPI
 from torch import nn
 from torch.autograd.graph import increment_version
 
 from ..schedule import COMPUTE, Kind, Op, Place, Schedule, used_versions
-from .gradients import Gradients, bind
-from .optimizer import Recipe
+from .gradients import Gradients, ShardedBucket, bind
+from .optimizer import Recipe, decays
 from .stage import Stage, set_parameter
+from .waiting import Patience
 
 
 class Weights:
@@ -51,6 +53,77 @@ def _master(parameter: nn.Parameter, piece: torch.Tensor) -> nn.Parameter:
     master = nn.Parameter(parameter.detach().to(piece.dtype))
     master.grad = piece
     return master
+
+
+class ShardedWeights(Weights):
+    """Weights of which each replica of the stage updates a share, and has masters and optimizer state of that only.
+
+    The stage's own weights lie in one buffer; after an update the replicas gather each other's shares. Tied weights
+    are updated by all.
+    """
+
+    def __init__(self, stage: Stage, recipe: Recipe, gradients: Gradients, place: Place, patience: Patience):
+        self.stage, self.patience = stage, patience
+        self.newest = dict(stage.named_parameters())
+        self.bucket = gradients.bucket(place)
+        own = self.bucket.parameters[place]
+        shared = {
+            n: piece for n, p in self.newest.items() if (piece := gradients.of(p)) is not None and not _among(p, own)
+        }
+        self.masters = {name: _master(self.newest[name], piece) for name, piece in shared.items()}
+        self.flat = _in_one_buffer(own, len(self.bucket.flat))
+        share = len(self.bucket.mine)
+        mine = slice(self.bucket.comm.rank * share, (self.bucket.comm.rank + 1) * share)
+        self.share = self.flat[mine]
+        self.master = self.share.to(self.bucket.flat.dtype)
+        decaying, others = self._cut(own, mine)
+        tied_masters = list(self.masters.values())
+        self.optimizer = recipe.build_of(
+            [*decaying, *(m for m in tied_masters if decays(m))], [*others, *(m for m in tied_masters if not decays(m))]
+        )
+        self.gathering = MPI.Request(MPI.REQUEST_NULL)
+
+    def use(self, op: Op) -> None:
+        self.patience.wait(self.gathering)
+
+    def flush(self) -> None:
+        self.patience.wait(self.gathering)
+
+    @torch.no_grad()
+    def update(self, learning_rate: float) -> None:
+        super().update(learning_rate)
+        if self.master is not self.share:
+            self.share.copy_(self.master)
+        nbytes = self.share.nbytes
+        whole = MPI.buffer.fromaddress(self.flat.data_ptr(), self.flat.nbytes)
+        self.gathering = self.bucket.comm.Iallgather(MPI.IN_PLACE, [whole, nbytes, MPI.BYTE])
+
+    def _cut(self, own: list[nn.Parameter], mine: slice) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """This rank's share in pieces of one parameter each: those that decay, and the others."""
+        pieces: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        start = 0
+        for parameter in own:
+            first, last = max(start, mine.start), min(start + parameter.numel(), mine.stop)
+            if first < last:
+                piece = nn.Parameter(self.master[first - mine.start : last - mine.start])
+                piece.grad = self.bucket.mine[first - mine.start : last - mine.start]
+                pieces[not decays(parameter)].append(piece)
+            start += parameter.numel()
+        return pieces
+
+
+def _among(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> bool:
+    return any(parameter is other for other in parameters)
+
+
+def _in_one_buffer(parameters: list[nn.Parameter], size: int) -> torch.Tensor:
+    """Move the parameters' values to a new buffer of `size` elements, in their order."""
+    flat = torch.zeros(size, dtype=parameters[0].dtype if parameters else torch.float32)
+    pieces = flat[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        piece.copy_(parameter.detach().flatten())
+        parameter.data = piece.view_as(parameter)
+    return flat
 
 
 class VersionedWeights(Weights):
@@ -115,8 +188,12 @@ def last_uses(schedule: Schedule, place: Place, version_of: dict[int, int]) -> d
     return until
 
 
-def weights_of(stage: Stage, recipe: Recipe, gradients: Gradients, schedule: Schedule, place: Place) -> Weights:
-    """What the schedule calls for: several versions if it updates more than once."""
+def weights_of(
+    stage: Stage, recipe: Recipe, gradients: Gradients, schedule: Schedule, place: Place, patience: Patience
+) -> Weights:
+    """What the schedule and the gradients call for: several versions for several updates, shares of shared sums."""
     if schedule.updates > 1:
         return VersionedWeights(stage, recipe, gradients, schedule, place)
+    if isinstance(gradients.bucket(place), ShardedBucket):
+        return ShardedWeights(stage, recipe, gradients, place, patience)
     return Weights(stage, recipe, gradients)

@@ -77,6 +77,10 @@ def test_schedules_need_no_library(path):
     assert not {name.split(".")[0] for name in imports(path)} & {"torch", "mpi4py", "h5py", "pydantic", "rich"}
 
 
+def test_every_folder_is_a_package_and_so_gets_installed():
+    assert all((ROOT / path).parent.joinpath("__init__.py").is_file() for path in FILES)
+
+
 def test_the_world_is_the_command_lines():
     for path in FILES:
         text = (ROOT / path).read_text()

@@ -33,6 +33,7 @@ from ..schedule import (
     repeat,
     without_updates,
 )
+from ..schedule.weave import within_reach
 from ..timeline import Span, Timeline
 
 # ---- costs: an option for each field of Costs
@@ -269,6 +270,9 @@ class Plan:
 
     def repeated(self, steps: int) -> Plan:
         """So many steps, one after the other without a barrier."""
+        within_reach(
+            f"{steps} steps of {self.schedule.scheme}", self.schedule.stages, steps * self.schedule.micro_batches
+        )
         return replace(self, schedule=check(repeat(self.schedule, steps)))
 
     def passes(self) -> dict[str, int]:

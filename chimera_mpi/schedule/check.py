@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from .collector import paused_collector
 from .explain import rows_around
 from .list_scheduler import peaks
-from .ops import HOLDS, Kind, Needs, Op, Schedule, ScheduleError, needs, walk
+from .ops import COMPUTE, HOLDS, Kind, Needs, Op, Place, Schedule, ScheduleError, needs, walk
 from .schemes import LIVE, SCHEMES, STREAMS, used_versions
 
 
@@ -69,9 +69,19 @@ def _check_each_op_once(schedule: Schedule) -> None:
     if (missing := missing_op(schedule)) is not None:
         raise _missing(schedule, missing)
     if extra := done - expected:
-        op = min(extra)
+        op = Op(*min(extra))
         worker = schedule.worker(op)
-        raise fault(schedule, worker, schedule.orders[worker].index(op), "nothing asks for it")
+        raise fault(schedule, worker, schedule.orders[worker].index(op), _why_not(schedule, op))
+
+
+def _why_not(schedule: Schedule, op: Op) -> str:
+    """Why nothing asks for `op`."""
+    pipe = schedule.pipe_of.get(op.index)
+    if op.kind in COMPUTE and pipe is not None and pipe != op.pipe:
+        return f"micro-batch {op.index} goes down pipeline {pipe} as well"
+    if op.kind is Kind.BACKWARD and op[1:] in schedule.split:
+        return "its backward is split too, into I and W"
+    return "nothing asks for it"
 
 
 def missing_op(schedule: Schedule) -> Op | None:
@@ -163,15 +173,40 @@ def _with_blocking_reduces(schedule: Schedule) -> Needs:
 
 
 def _check_versions(schedule: Schedule) -> None:
-    """In a flush, each forward uses the weights that all updates before its own have made."""
-    if schedule.updates < 2 or schedule.scheme not in SCHEMES or schedule.scheme in STREAMS:
+    """In a flush, each forward uses the weights that all updates before its own have made; in a stream, those of
+    its rule, which must be there and no older than the scheme states."""
+    if schedule.updates < 2 or schedule.scheme not in SCHEMES:
         return
+    done = _updates_before(schedule)
     for forward, version in used_versions(schedule).items():
-        due = schedule.update_of(forward.index)
-        if version != due:
+        first, last = _allowed_versions(schedule, forward, done[forward])
+        if not first <= version <= last:
             worker = schedule.worker(forward)
             at = schedule.orders[worker].index(forward)
-            raise fault(schedule, worker, at, f"it comes after {version} updates of its stage, not after {due}")
+            wanted = f"{first}" if first == last else f"{first} or more"
+            made = f"it comes after {done[forward]} updates of its stage"
+            raise fault(schedule, worker, at, f"{made}, not after {wanted}")
+
+
+def _allowed_versions(schedule: Schedule, forward: Op, done: int) -> tuple[int, int]:
+    """The oldest and the newest weights that `forward` may use when its stage has had `done` updates."""
+    due = schedule.update_of(forward.index)
+    if schedule.scheme not in STREAMS:
+        return due, due
+    stale = 1 if schedule.scheme == "pipedream_2bw" else schedule.stages - 1 - forward.stage
+    return max(due - stale, 0), done
+
+
+def _updates_before(schedule: Schedule) -> dict[Op, int]:
+    """For each forward, how many updates its worker has made to the stage by then."""
+    before: dict[Op, int] = {}
+    for order in schedule.orders:
+        made: Counter[Place] = Counter()
+        for op in order:
+            made[op.place] += op.kind is Kind.UPDATE
+            if op.kind is Kind.FORWARD:
+                before[op] = made[op.place]
+    return before
 
 
 def _check_memory(schedule: Schedule) -> None:

@@ -34,6 +34,8 @@ COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
 HOLDS = {kind: 0 for kind in Kind} | {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}  # activations, more or fewer
 FREES = tuple(kind for kind in Kind if HOLDS[kind] < 0)
 
+UPDATES = frozenset({Kind.REDUCE, Kind.UPDATE})
+
 
 class Op(NamedTuple):
     """One step of a worker. `index` is the micro-batch; for REDUCE and UPDATE, the update."""
@@ -94,7 +96,7 @@ class Schedule:
     @cached_property
     def updates(self) -> int:
         """How often the weights change: once for a flush, more often for a stream."""
-        return len({op.index for order in self.orders for op in order if op.kind is Kind.REDUCE})
+        return len({op.index for order in self.orders for op in order if op.kind in UPDATES})
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int, int]]:

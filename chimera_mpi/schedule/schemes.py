@@ -17,7 +17,7 @@ from .list_scheduler import ordered_for
 from .ops import Kind, Op, Place, Schedule, ScheduleError
 from .sync import with_stream_updates, with_updates
 from .timing import OpCosts
-from .weave import MOST_CELLS, Trip, in_gaps, trailing, weave
+from .weave import Trip, in_gaps, trailing, weave, within_reach
 
 
 def down(depth: int, first: int = 0) -> list[int]:
@@ -209,6 +209,7 @@ def interleaved(depth: int, micro_batches: int, chunks: int = 2) -> Schedule:
     if chunks < 1:
         raise ScheduleError(f"interleaved needs at least 1 chunk a worker, not {chunks}: try chunks=2")
     stages = depth * chunks
+    within_reach("interleaved", stages, micro_batches)
     enters = (n // depth * stages + n % depth for n in range(micro_batches))
     return weave("interleaved", [down(depth) * chunks], (Trip(0, enter, enter + stages - 0.5) for enter in enters))
 
@@ -224,6 +225,7 @@ def hanayo(depth: int, micro_batches: int, waves: int = 1) -> Schedule:
     """
     if waves < 1:
         raise ScheduleError(f"hanayo needs at least 1 wave, not {waves}: try waves=2")
+    within_reach("hanayo", 2 * depth * waves, micro_batches)
     return weave("hanayo", [zigzag(depth, waves)], waving(depth, micro_batches, waves, 4 * depth * waves))
 
 
@@ -420,12 +422,7 @@ def build(
     for what, value in ("depth", depth), ("micro_batches", micro_batches):
         if value < 1:
             raise ScheduleError(f"{what} must be at least 1, not {value}: try {what}=4")
-    if depth * micro_batches > MOST_CELLS:
-        fits = max(MOST_CELLS // depth, 1)
-        raise ScheduleError(
-            f"depth {depth} with {micro_batches} micro-batches is more than can be planned at once, "
-            f"{MOST_CELLS:,} of depth x micro_batches: try micro_batches={fits} or fewer"
-        )
+    within_reach(name, depth, micro_batches)
     known = options_of(name)
     for option in options:
         if option not in known:

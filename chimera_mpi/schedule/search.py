@@ -42,10 +42,11 @@ def improve(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Found:
-    """Search near `schedule`, a flush, for an order that takes less time under `costs` and no more memory.
+    """Search near `schedule`, a flush, for an order that takes less time under `costs`, in which no worker
+    holds more activations than the one that holds the most does now.
 
-    A move puts one op of a worker a few places earlier or later, where its worker was idle or where much
-    hangs on it; what is no worse is kept. It ends after `moves` moves or `seconds`, or at the bound. The same
+    A move puts one op of a worker a few places earlier, mostly one of the critical path that waited only for
+    its worker; what is no worse is kept. It ends after `moves` moves or `seconds`, or at the bound. The same
     `seed` finds the same unless the time runs out first.
     """
     if schedule.updates > 1:

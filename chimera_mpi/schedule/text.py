@@ -24,12 +24,14 @@ _IMPLIED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|REC
 
 
 def dumps(schedule: Schedule) -> str:
-    """The text form of `schedule`; of a flush without its updates, which `loads` puts back.
+    """The text form of `schedule`; of a flush without its updates, which `loads` puts back by its `sync`.
+
+    Only where a pipeline has no micro-batch, and so no other op, the updates are written.
 
     A schedule of one pipeline loads in torch.distributed.pipelining as a "compute_only" schedule.
     """
-    streams = schedule.updates > 1
-    rows = ([str(op) for op in order if streams or op.kind in COMPUTE] for order in schedule.orders)
+    whole = schedule.updates > 1 or len(set(schedule.pipe_of.values())) < len(schedule.pipes)
+    rows = ([str(op) for op in order if whole or op.kind in COMPUTE] for order in schedule.orders)
     return "".join(",".join(row) + "\n" for row in rows)
 
 
@@ -40,7 +42,10 @@ def loads(text: str, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
     for what is implied here (messages, sharding, the reduction of gradients) are passed over; two ops that
     it overlaps follow each other. Where there are no updates they are added by `sync` (see `with_updates`).
     """
-    cells = list(_cells(text))
+    try:
+        cells = list(_cells(text))
+    except csv.Error as error:
+        raise InputError(f"it is no table of ops: {error}") from None
     if not cells:
         raise InputError("there is no op in it: a line for each worker is wanted, such as 0F0,0F1,0B0,0B1")
     lines = sorted({cell.line for cell in cells})

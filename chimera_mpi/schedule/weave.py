@@ -30,6 +30,17 @@ class Trip(NamedTuple):
 MOST_CELLS = 1_000_000  # of stages x micro-batches: planned in about a minute
 
 
+def within_reach(scheme: str, stages: int, micro_batches: int) -> None:
+    """Raises ScheduleError, before any time is spent, if there are more ops than can be planned."""
+    if stages * micro_batches > MOST_CELLS:
+        fits = MOST_CELLS // stages
+        raise ScheduleError(
+            f"{scheme} with {stages} stages and {micro_batches} micro-batches is more than can be planned at once, "
+            f"stages x micro-batches of {MOST_CELLS:,}: try "
+            + (f"{fits} micro-batches or fewer" if fits else f"{MOST_CELLS // micro_batches or 1} stages or fewer")
+        )
+
+
 def weave(
     scheme: str,
     pipes: list[list[int]],
@@ -49,11 +60,6 @@ def weave(
     gradient = Kind.INPUT if weights else Kind.BACKWARD
     rows: list[Row] = [{} for _ in range(depth)]
     for index, (pipe, enter, turn) in enumerate(trips):
-        if index * stages > MOST_CELLS:
-            raise ScheduleError(
-                f"{scheme} has {stages} stages, with which {MOST_CELLS // stages} micro-batches can be planned, "
-                "not more: take fewer stages or micro-batches"
-            )
         for stage, worker in enumerate(pipes[pipe]):
             for kind, slot in (Kind.FORWARD, enter + forth[stage]), (gradient, turn + back[stage]):
                 op = Op(kind, pipe, stage, index)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chimera_mpi.schedule import SCHEMES, Deadlock, Kind, Op, Schedule, ScheduleError, build, check, repeat
+from chimera_mpi.errors import InputError
+from chimera_mpi.schedule import SCHEMES, Deadlock, Kind, Op, Schedule, ScheduleError, build, check, loads, repeat
 from chimera_mpi.schedule.schemes import LIVE
 
 
@@ -202,3 +203,25 @@ def test_placements_that_make_no_sense():
             check(replace(build("gpipe", 2, 2), pipes=pipes))
     with pytest.raises(ScheduleError, match="there is no such stage"):
         check(Schedule("x", ((0,),), ((Op(Kind.FORWARD, 0, 3, 0),),)))
+
+
+@pytest.mark.parametrize("scheme", ["pipedream", "pipedream_2bw"])
+def test_a_stream_whose_updates_come_too_late_is_refused(scheme):
+    schedule = build(scheme, 2, 8)
+    late = (sorted(order, key=lambda op: op.kind is Kind.UPDATE) for order in schedule.orders)
+    with pytest.raises(ScheduleError, match=r"updates of its stage, not after"):
+        check(replace(schedule, orders=tuple(map(tuple, late))))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0F0,0B0,0U0\n1F0,1B0,1U0", "0R0 is missing"),
+        ("0F0,0F0@1,0B0,0B0@1", "micro-batch 0 goes down pipeline"),
+        ("0F0,0I0,0B0,0W0", "its backward is split too"),
+        ("0" * 200_000, "no table of ops"),
+    ],
+)
+def test_the_reason_is_the_right_one(text, reason):
+    with pytest.raises(InputError, match=reason):
+        loads(text)

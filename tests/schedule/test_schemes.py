@@ -263,3 +263,12 @@ def test_the_collector_is_only_paused():
         with pytest.raises(ScheduleError):
             build("chimera", 3, 4)
         assert gc.isenabled() == was_on
+
+
+@pytest.mark.parametrize(
+    ("scheme", "depth", "options"),
+    [("interleaved", 4, {"chunks": 10**8}), ("hanayo", 4, {"waves": 10**8}), ("gpipe", 10**9, {})],
+)
+def test_what_cannot_be_planned_is_refused_at_once(scheme, depth, options):
+    with pytest.raises(ScheduleError, match=r"more than can be planned at once"):
+        build(scheme, depth, 4, **options)

@@ -152,3 +152,10 @@ def test_ours_load_in_torch(scheme, tmp_path):
     assert [str(action) for action in theirs.pipeline_order[1]] == dumps(schedule).splitlines()[1].split(",")
     sent = sum("SEND" in str(action) for order in theirs.pipeline_order_with_comms.values() for action in order)
     assert sent == sum(message.source != message.target for message in messages(schedule))
+
+
+@pytest.mark.parametrize("scheme", ["chimera", "gems", "chimera_zb", "dualpipe"])
+def test_a_pipeline_without_micro_batches_is_kept(scheme):
+    schedule = build(scheme, 4, 1)
+    again = loads(dumps(schedule))
+    assert (again.pipes, again.orders) == (schedule.pipes, schedule.orders)

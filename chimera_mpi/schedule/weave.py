@@ -34,10 +34,10 @@ def within_reach(scheme: str, stages: int, micro_batches: int) -> None:
     """Raises ScheduleError, before any time is spent, if there are more ops than can be planned."""
     if stages * micro_batches > MOST_CELLS:
         fits = MOST_CELLS // stages
+        few = f"micro_batches={fits}" if fits else f"{max(MOST_CELLS // micro_batches, 1)} stages"
         raise ScheduleError(
-            f"{scheme} with {stages} stages and {micro_batches} micro-batches is more than can be planned at once, "
-            f"stages x micro-batches of {MOST_CELLS:,}: try "
-            + (f"{fits} micro-batches or fewer" if fits else f"{MOST_CELLS // micro_batches or 1} stages or fewer")
+            f"{scheme} of {stages} x {micro_batches} stages x micro-batches is more than can be planned at once, "
+            f"{MOST_CELLS:,}: try {few} or fewer"
         )
 
 

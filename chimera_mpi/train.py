@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from .runtime.grid import Comm, Grid, width_of
 from .runtime.mailbox import Delivery, Spec, Tensors
 from .runtime.optimizer import LearningRate, Recipe
 from .runtime.pipeline import Pipeline, Settings
+from .runtime.profile import layer_seconds
 from .runtime.stage import Recompute, trace
 from .runtime.waiting import Patience
 from .runtime.worker import Feed, MicroBatch, Sums, Targets
@@ -31,7 +32,7 @@ from .schedule import Schedule
 from .tasks import Task, task_of
 from .timeline import Span, breakdown
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 WARMUP_STEPS = 2  # in which torch and MPI set themselves up: not counted in means of time
 
 
@@ -46,7 +47,13 @@ class Job:
     task: Task
     sizes: tuple[int, ...]
     cuts: Cuts
-    imbalance: float  # of FLOPs: the busiest worker over the mean
+    imbalance: float  # the busiest worker over the mean, of `balanced`
+    balanced: str = "FLOPs"
+
+    def measured(self, seconds: Sequence[float]) -> Job:
+        """Cut so that the workers share out the layers' `seconds` evenly."""
+        cuts = cut_by(seconds, self.plan.schedule)
+        return replace(self, cuts=cuts, imbalance=imbalance(seconds, cuts, self.plan.schedule), balanced="seconds")
 
 
 def plan_job(config: Config, ranks: int) -> Job:
@@ -69,16 +76,17 @@ def _cuts(config: Config, model: Model, schedule: Schedule, flops: Sequence[floa
     if config.partition == "parameters":
         metas = (make_layer(model, index, seed=0, device="meta") for index in range(layers))
         return cut_by([sum(p.numel() for p in layer.parameters()) for layer in metas], schedule)
-    return uniform if config.partition == "uniform" else cut_at(config.partition, layers, stages)
+    return cut_at(config.partition, layers, stages) if isinstance(config.partition, tuple) else uniform
 
 
 def _sizes(config: Config, width: int, micro_batches: int) -> tuple[int, ...]:
-    even = width * config.micro_batches * config.micro_batch_size
+    even = width * config.micro_batches * config.accumulate * config.micro_batch_size
     if config.mini_batch_size is None:
         return even_sizes(even, width * micro_batches)
     if "micro_batch_size" in config.model_fields_set and config.mini_batch_size != even:
         raise InputError(
             f"mini_batch_size={config.mini_batch_size} is not {width} replicas x {config.micro_batches} micro-batches "
+            f"{f'x accumulate={config.accumulate} ' if config.accumulate > 1 else ''}"
             f"x micro_batch_size={config.micro_batch_size} = {even}: set one of the two sizes"
         )
     return even_sizes(config.mini_batch_size, width * micro_batches)
@@ -155,6 +163,8 @@ class Trainer:
             recompute=recompute_of(config),
             recipe=Recipe(config.optimizer, weight_decay=config.weight_decay, momentum=config.momentum),
             clip=config.clip,
+            loss_scale=_loss_scale(self.job) if config.precision == "fp16" else None,
+            bucket_bytes=config.bucket_bytes,
             delivery=Delivery(
                 config.receives_ahead, config.message_limit_bytes, config.synchronous_sends, config.verify_messages
             ),
@@ -251,6 +261,16 @@ class Trainer:
         self.tell(Progress(step, self.job.config.steps, loss, grad_norm, seconds, samples / seconds, validation_loss))
 
 
+def measure_layers(comm: Comm, job: Job, corpus: Corpus, patience: Patience) -> list[float]:
+    """The seconds of each layer on the first micro-batch, as rank 0 measures them. Collective."""
+    seconds = np.zeros(len(job.task.model.layers))
+    if comm.rank == 0:
+        inputs, targets = read_micro_batch(job.task.batches(corpus, job.sizes, job.config.seed), 0, 0)
+        seconds[:] = layer_seconds(job.task.model, inputs, targets, PRECISIONS[job.config.precision])
+    patience.wait(comm.Ibcast(seconds))
+    return seconds.tolist()
+
+
 def read_micro_batch(batches: Any, step: int, number: int) -> tuple[Tensors, Targets]:
     """Inputs and targets of micro-batch `number` of a step, as tensors."""
     inputs, targets = (_tensors(arrays) for arrays in batches.micro_batch(step, number))
@@ -259,6 +279,10 @@ def read_micro_batch(batches: Any, step: int, number: int) -> tuple[Tensors, Tar
 
 def _tensors(arrays: Any) -> Targets:
     return tuple(map(torch.from_numpy, arrays)) if isinstance(arrays, tuple) else torch.from_numpy(arrays)
+
+
+def _loss_scale(job: Job) -> float:
+    return job.config.loss_scale or 2**16 / (max(job.sizes) * job.config.sequence_length)
 
 
 def recompute_of(config: Config) -> Recompute:

@@ -294,3 +294,21 @@ def test_the_doctor_examines_the_machine(folder):
     for what in ("MPI ", "thread level", "largest tag", "cores", "HDF5 locking", "ring of 1 MiB", "all-reduce"):
         assert what in done.stdout
     assert "error" not in done.stdout
+
+
+def test_a_measured_partition_shares_out_seconds():
+    job = plan_job(load("gpt-tiny", ["scheme=chimera", "depth=2", "partition=measured"]), 2)
+    seconds = [1.0] * len(job.task.model.layers)
+    seconds[-1] = 3.0
+    measured = job.measured(seconds)
+    # Chimera's workers hold both stages: whatever the cut, they have the same to do.
+    assert measured.imbalance == 1 and measured.balanced == "seconds"
+    job = plan_job(load("gpt-tiny", ["scheme=1f1b", "depth=2", "partition=measured"]), 2)
+    assert [len(cut) for cut in job.measured(seconds).cuts] == [6, 4]
+
+
+def test_accumulation_multiplies_the_mini_batch():
+    job = plan_job(load("gpt-tiny", ["scheme=chimera", "depth=2", "micro_batches=4", "accumulate=3"]), 4)
+    assert len(job.sizes) == 2 * 4 * 3 and job.plan.schedule.updates == 1
+    with pytest.raises(InputError, match=r"pipedream has no flush.*micro_batches=12"):
+        plan_job(load("gpt-tiny", ["scheme=pipedream", "depth=2", "micro_batches=4", "accumulate=3"]), 2)

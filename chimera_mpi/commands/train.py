@@ -56,7 +56,7 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     from ..runlog import read_run
     from ..runtime.grid import find_node
     from ..tasks import check_vocabulary
-    from ..train import Trainer, plan_job
+    from ..train import Trainer, measure_layers, plan_job
 
     config = agree(world, lambda: load(args.source, args.overrides))
     job = agree(world, lambda: plan_job(config, world.size))
@@ -67,7 +67,10 @@ def _train(world: Any, args: argparse.Namespace) -> int:
         world, lambda: [open_corpus(data, part, config.sequence_length) for part in ("train", "validation")]
     )
     agree(world, lambda: check_vocabulary(job.task, corpus))
-    threads = set_threads(config.threads, find_node(world).threads)
+    node = find_node(world)
+    threads = set_threads(config.threads, node.threads)
+    if config.partition == "measured":
+        job = job.measured(measure_layers(world, job, corpus, node.patience))
     facts = _facts(world, threads)
     log = agree(world, on_rank_0(lambda: _create_log(job, validation, world.size, facts)))
     trainer = Trainer(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody)
@@ -145,7 +148,7 @@ def _opening(job: Job, ranks: int, threads: int, patience: str) -> str:
         f"{threads} thread{'s' * (threads > 1)} each, {patience}; "
         f"{sum(job.sizes)} samples a step in {len(job.sizes)} micro-batches\n"
         f"stages of {', '.join(str(len(cut)) for cut in job.cuts)} layers; "
-        f"the busiest worker has {job.imbalance:.2f} times the mean FLOPs{_staleness(job)}"
+        f"the busiest worker has {job.imbalance:.2f} times the mean {job.balanced}{_staleness(job)}"
     )
 
 

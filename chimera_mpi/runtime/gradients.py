@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import nn
@@ -18,13 +19,15 @@ from .grid import Grid, holders
 from .stage import Stage
 from .waiting import Patience
 
+BUCKET_BYTES = 4 << 20
+
 
 @dataclass(eq=False)
 class Bucket:
     """Gradients that the same ranks sum, in one buffer whose pieces are the parameters' `.grad`.
 
-    `places` are the copies of stages on this worker that add to it. It is reduced once all of them are
-    ready, and begins anew from zero once all of them have used it.
+    It is reduced once all the copies of a stage on this worker that add to it are ready, and begins anew from
+    zero once all of them have used it.
     """
 
     flat: torch.Tensor  # the gradients, and behind them the count or padding
@@ -51,27 +54,28 @@ class Bucket:
         return self.comm.rank == 0
 
     def start(self, place: Place) -> None:
-        self.ready.add(place)
-        if self.ready == set(self.parameters):
-            self.ready.clear()
-            if self.comm.size > 1:
+        """Nothing, if `place` was ready already."""
+        if place not in self.ready:
+            self.ready.add(place)
+            if self.ready == set(self.parameters) and self.comm.size > 1:
                 self.requests = self.reduce()
 
     def reduce(self) -> list[MPI.Request]:
         return [self.comm.Iallreduce(MPI.IN_PLACE, self.flat.numpy(), MPI.SUM)]
 
-    def average(self, targets: float) -> float:
-        """Divide by the number of targets; the sum of squares for which this rank answers."""
+    def divide(self, by: float) -> float:
+        """Make sums means; the sum of squares for which this rank answers."""
         if self.averaged:
             return 0.0
         self.averaged = True
-        self.mine.div_(max(targets, 1.0))
+        self.mine.div_(by)
         return self.mine.double().square().sum().item() if self.answers else 0.0
 
     def release(self, place: Place) -> None:
         self.used.add(place)
         if self.used == set(self.parameters):
             self.used.clear()
+            self.ready.clear()
             self.averaged = False
             self.flat.zero_()
             self.count.zero_()
@@ -101,10 +105,10 @@ class ShardedBucket(Bucket):
 class Gradients:
     """All gradients of one worker.
 
-    Each stage has a bucket, shared by its copies on this worker, that ends in the number of target tokens:
-    losses are sums, their gradients are summed over micro-batches and replicas, and divided once, by the
-    count that rode with them. Tied parameters have a bucket of their own, summed over all that hold one of
-    the tied stages.
+    Each stage has buckets, shared by its copies on this worker and filled from its last parameters to its first.
+    Losses are sums: their gradients are summed over micro-batches and replicas, and divided once, by the number
+    of target tokens, which rides in the first bucket. Tied parameters have a bucket of their own, summed over all
+    that hold one of the tied stages.
     """
 
     def __init__(
@@ -114,24 +118,28 @@ class Gradients:
         stages: Mapping[Place, Stage],
         ties: Sequence[Tie],
         patience: Patience,
+        *,
         sharded: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ):
         """With `sharded` each replica of a stage has the sums of a share of its gradients; of tied ones, of all."""
-        self.patience = patience
+        self.patience, self.stages = patience, stages
         self._pieces: dict[nn.Parameter, torch.Tensor] = {}
-        self._own: dict[Place, Bucket] = {}
         self._of_place: dict[Place, list[Bucket]] = {place: [] for place in stages}
         copies = [find_copies(tie, stages) for tie in ties]
-        tied = {id(parameter) for tie in copies for parameters in tie.values() for parameter in parameters}
+        self._tied = {id(parameter) for tie in copies for parameters in tie.values() for parameter in parameters}
         for stage in sorted({stage for _, stage in stages}, reverse=True):
-            own = {
-                place: [p for p in trainable(module) if id(p) not in tied]
-                for place, module in stages.items()
-                if place[1] == stage
-            }
+            own = {place: self._own(place) for place in stages if place[1] == stage}
             comm = grid.replicas(holders(schedule, [stage]))
             kind = ShardedBucket if sharded and comm.size > 1 else Bucket
-            self._own.update(dict.fromkeys(own, self._add(kind, own, comm, counted=True)))
+            runs = bucket_runs(next(iter(own.values())), bucket_bytes)
+            for run in runs:
+                self._add(kind, {place: mine[run] for place, mine in own.items()}, comm, counted=run is runs[0])
+        self._own_buckets = {place: tuple(buckets) for place, buckets in self._of_place.items()}
+        self._bucket_of = {
+            place: [at for at, b in reversed([*enumerate(buckets)]) for _ in b.parameters[place]]
+            for place, buckets in self._own_buckets.items()
+        }
         for tie, here in zip(ties, copies, strict=True):
             if here:
                 self._add(Bucket, here, grid.replicas(holders(schedule, tie.stages)), counted=False)
@@ -140,16 +148,42 @@ class Gradients:
         """Where the gradient of a parameter adds up; None for one that is frozen."""
         return self._pieces.get(parameter)
 
-    def bucket(self, place: Place) -> Bucket:
-        """That of the stage's own parameters, without tied ones."""
-        return self._own[place]
+    def buckets(self, place: Place) -> tuple[Bucket, ...]:
+        """Those of the stage's own parameters, without tied ones."""
+        return self._own_buckets[place]
 
     def count(self, place: Place, targets: torch.Tensor) -> None:
-        """Add a micro-batch's number of target tokens to those whose gradients `place` has summed."""
-        self._own[place].count += targets
+        """Add a micro-batch's number of target tokens to those whose gradients `place` sums."""
+        self._own_buckets[place][0].count += targets
+
+    @contextmanager
+    def filling(self, place: Place) -> Iterator[None]:
+        """Around the op that makes the last gradients of `place`: start each bucket as soon as it is full.
+
+        They start in one order, whatever fills first, so that all replicas start them alike.
+        """
+        buckets, bucket_of = self._own_buckets[place], self._bucket_of[place]
+        missing = Counter(bucket_of)
+        pending = list(reversed(range(len(buckets))))
+
+        def fill(at: int, parameter: torch.Tensor) -> None:
+            missing[at] -= 1
+            while pending and not missing[pending[-1]]:
+                buckets[pending.pop()].start(place)
+            self.poke()
+
+        whole_at_once = self.stages[place].in_one_layer()
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(fill, at))
+            for parameter, at in zip(self._own(place), bucket_of, strict=True)
+            if parameter in whole_at_once
+        ]
+        yield
+        for hook in hooks:
+            hook.remove()
 
     def start(self, place: Place) -> None:
-        """The gradients of `place` are whole: start their all-reduce."""
+        """The gradients of `place` are whole: start what has not started of its all-reduce."""
         for bucket in self._of_place[place]:
             bucket.start(place)
 
@@ -159,19 +193,19 @@ class Gradients:
             for bucket in buckets:
                 MPI.Request.Testall(bucket.requests)
 
-    def settle(self, place: Place) -> float:
+    def settle(self, place: Place, loss_scale: float = 1.0) -> float:
         """Wait for the sums over all replicas, and make them means over the target tokens of the mini-batch.
 
         Returns the sum of their squares, of those for which this rank answers: over all places of all
         ranks every parameter of the model is in it once.
         """
         self.patience.wait(*(request for bucket in self._of_place[place] for request in bucket.requests))
-        targets = self._own[place].count.item()
-        return math.fsum(bucket.average(targets) for bucket in self._of_place[place])
+        targets = self._own_buckets[place][0].count.item()
+        return math.fsum(bucket.divide(max(targets, 1.0) * loss_scale) for bucket in self._of_place[place])
 
     def settled(self, place: Place) -> bool:
         """Whether `settle` has been called since the last `release`."""
-        return self._own[place].averaged
+        return self._own_buckets[place][0].averaged
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -183,9 +217,13 @@ class Gradients:
         for bucket in self._of_place[place]:
             bucket.release(place)
 
+    def _own(self, place: Place) -> list[nn.Parameter]:
+        """The parameters that the stage now has, without frozen and tied ones."""
+        return [p for p in trainable(self.stages[place]) if id(p) not in self._tied]
+
     def _add(
         self, kind: type[Bucket], parameters: dict[Place, list[nn.Parameter]], comm: MPI.Comm, counted: bool
-    ) -> Bucket:
+    ) -> None:
         """A bucket whose pieces are the gradients of the parameters, which are the same ones at each place."""
         first = next(iter(parameters.values()))
         size = sum(p.numel() for p in first)
@@ -202,7 +240,18 @@ class Gradients:
                 bind(p, self._pieces[p])
         for place in parameters:
             self._of_place[place].append(bucket)
-        return bucket
+
+
+def bucket_runs(parameters: Sequence[nn.Parameter], limit_bytes: int) -> list[slice]:
+    """Runs of parameters of at most `limit_bytes` of gradients, or of one parameter, the last run first."""
+    ends, nbytes = [len(parameters)], 0
+    for at in reversed(range(len(parameters))):
+        size = parameters[at].numel() * accumulated_in(parameters[at].dtype).itemsize
+        if nbytes and nbytes + size > limit_bytes:
+            ends.append(at + 1)
+            nbytes = 0
+        nbytes += size
+    return [slice(start, end) for end, start in zip(ends, [*ends[1:], 0], strict=True)]
 
 
 def accumulated_in(dtype: torch.dtype) -> torch.dtype:
@@ -222,19 +271,6 @@ def _pour(piece: torch.Tensor, parameter: torch.Tensor) -> None:
     if parameter.grad is not None:
         piece.add_(parameter.grad)
         parameter.grad = None
-
-
-class Clip:
-    """Clips gradients by their norm over the whole model."""
-
-    def __init__(self, world: MPI.Comm, limit: float, patience: Patience):
-        self.world, self.limit, self.patience = world, limit, patience
-
-    def factor(self, squares: float) -> float:
-        """What to multiply all gradients by. `squares` is this rank's share; collective over all ranks."""
-        total = np.array([squares])
-        self.patience.wait(self.world.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
-        return min(1.0, self.limit / (math.sqrt(total[0]) + 1e-6))
 
 
 class Tie(NamedTuple):

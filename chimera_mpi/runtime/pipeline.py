@@ -13,9 +13,10 @@ from ..models import Model
 from ..predict.partition import cut_uniformly
 from ..schedule import Schedule, forward_only
 from ..timeline import Span
-from .gradients import Clip, Gradients, ties_across
+from .gradients import BUCKET_BYTES, Gradients, ties_across
 from .grid import Grid, holders
 from .mailbox import Delivery, Mailbox, Spec
+from .norm import GlobalNorm, LossScale
 from .optimizer import Recipe
 from .stage import Boundaries, Recompute, Stage, digest, trace
 from .waiting import Patience
@@ -32,6 +33,8 @@ class Settings:
     recipe: Recipe = Recipe()
     recompute: Recompute = Recompute()
     clip: float | None = None
+    loss_scale: float | None = None  # at the start; dynamic, for fp16
+    bucket_bytes: int = BUCKET_BYTES  # of gradients that are reduced together
     delivery: Delivery = Delivery()
     patience: Patience | None = None
     sharded: bool = False  # each replica of a stage has a share of the optimizer's state
@@ -69,7 +72,19 @@ class Pipeline:
             )
         if settings.sharded:
             _check_sharding(schedule, settings.recipe)
-        gradients = Gradients(self.grid, schedule, self.stages, ties, self.patience, settings.sharded)
+        if settings.loss_scale and schedule.updates > 1:
+            raise InputError(
+                f"{schedule.scheme} updates stage by stage, and skipping an overflow of fp16 needs all: take bf16"
+            )
+        gradients = Gradients(
+            self.grid,
+            schedule,
+            self.stages,
+            ties,
+            self.patience,
+            sharded=settings.sharded,
+            bucket_bytes=settings.bucket_bytes,
+        )
         self.worker = Worker(
             schedule,
             self.stages,
@@ -81,7 +96,7 @@ class Pipeline:
                 for place, stage in self.stages.items()
             },
             recompute=settings.recompute,
-            clip=Clip(self.grid.world, settings.clip, self.patience) if settings.clip else None,
+            norm=self._norm(settings),
             steps=steps,
             clock=clock,
         )
@@ -106,6 +121,12 @@ class Pipeline:
                 differing.append(str(stage))
         if differing:
             raise RuntimeError(f"the replicas of stage {', '.join(differing)} differ")
+
+    def _norm(self, settings: Settings) -> GlobalNorm | None:
+        if not (settings.clip or settings.loss_scale):
+            return None
+        scale = LossScale(settings.loss_scale) if settings.loss_scale else None
+        return GlobalNorm(self.grid.world, self.patience, settings.clip, scale)
 
     def _mailbox(self, schedule: Schedule, settings: Settings) -> Mailbox:
         boundaries = Boundaries(schedule, self.cuts, self.traces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -40,6 +41,11 @@ class Stage(nn.Module):
     def layer(self, index: int) -> nn.Module:
         """The layer with this number in the model."""
         return self.layers[index - self.indices.start]
+
+    def in_one_layer(self) -> set[nn.Parameter]:
+        """The parameters that one of its layers has; those of several may get their gradients in parts."""
+        layers_with = Counter(parameter for layer in self.layers for parameter in layer.parameters())
+        return {parameter for parameter, layers in layers_with.items() if layers == 1}
 
     def _share_tied(self, model: Model) -> None:
         """Tied parameters of one stage are one parameter."""

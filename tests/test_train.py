@@ -81,6 +81,18 @@ def test_the_log_is_that_of_one_process(folder, serial, scheme, depth, ranks, mi
     assert ((run.steps["bubble_ratio"] >= 0) & (run.steps["bubble_ratio"] < 1)).all()
 
 
+@pytest.mark.timeout(300)
+def test_sixteen_ranks_on_few_cores(folder):
+    """More ranks than cores: the same losses as one process, whatever the oversubscription."""
+    deep = ("layers=14", "sequence_length=8", "mini_batch_size=16", "steps=2", "optimizer_sharding=replicas")
+    for log, ranks, scheme in (("alone.h5", 1, "gpipe"), ("sixteen.h5", 16, "chimera")):
+        done = train(ranks, folder, log, *deep, f"scheme={scheme}", f"depth={ranks}", "micro_batches=16", timeout_s=140)
+        assert done.returncode == 0, done.stderr
+    alone, sixteen = read_run(folder / "alone.h5"), read_run(folder / "sixteen.h5")
+    np.testing.assert_allclose(sixteen.steps["loss"], alone.steps["loss"], rtol=1e-9)
+    np.testing.assert_allclose(sixteen.steps["grad_norm"], alone.steps["grad_norm"], rtol=1e-9)
+
+
 def test_the_spans_are_those_of_the_schedule(folder, serial):
     run = read_run(folder / "chimera-4-4.h5")
     schedule = report.plan_of(run).schedule

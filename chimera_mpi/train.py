@@ -198,11 +198,11 @@ class Trainer:
 
     def evaluate(self, after_step: int) -> tuple[float, int] | None:
         """On rank 0: the mean loss in nats over the first validation samples, and their number of tokens."""
-        total = Sums()
+        loss = targets = 0.0
         for first in range(0, self.job.config.eval_mini_batches, self.job.plan.steps):
             sums = self.pipeline.evaluate(self._feed(self.validation, first), after_step)
-            total = Sums(total.loss + sums.loss, total.targets + sums.targets)
-        table = self._gather([total.loss, total.targets])
+            loss, targets = loss + sums.loss, targets + sums.targets
+        table = self._gather([loss, targets])
         if table is None:
             return None
         loss, targets = table.sum(axis=0)

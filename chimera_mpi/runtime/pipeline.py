@@ -13,7 +13,7 @@ from ..models import Model
 from ..predict.partition import cut_uniformly
 from ..schedule import Schedule, forward_only
 from ..timeline import Span
-from .gradients import BUCKET_BYTES, Gradients, ties_across
+from .gradients import BUCKET_BYTES, SHARED_FROM_BYTES, Gradients, ties_across
 from .grid import Grid, holders
 from .mailbox import Delivery, Mailbox, Spec
 from .norm import GlobalNorm, LossScale
@@ -35,6 +35,7 @@ class Settings:
     clip: float | None = None
     loss_scale: float | None = None  # at the start; dynamic, for fp16
     bucket_bytes: int = BUCKET_BYTES  # of gradients that are reduced together
+    shared_from_bytes: float = SHARED_FROM_BYTES  # of a stage's gradients: from there on in memory that nodes share
     delivery: Delivery = Delivery()
     patience: Patience | None = None
     sharded: bool = False  # each replica of a stage has a share of the optimizer's state
@@ -84,6 +85,7 @@ class Pipeline:
             self.patience,
             sharded=settings.sharded,
             bucket_bytes=settings.bucket_bytes,
+            shared_from_bytes=settings.shared_from_bytes,
         )
         self.worker = Worker(
             schedule,
@@ -121,6 +123,10 @@ class Pipeline:
                 differing.append(str(stage))
         if differing:
             raise RuntimeError(f"the replicas of stage {', '.join(differing)} differ")
+
+    def close(self) -> None:
+        """Give back the memory that replicas share. Collective."""
+        self.worker.gradients.close()
 
     def _norm(self, settings: Settings) -> GlobalNorm | None:
         if not (settings.clip or settings.loss_scale):

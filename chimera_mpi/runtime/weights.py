@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from ..schedule import COMPUTE, Kind, Op, Place, Schedule, used_versions
-from .gradients import Bucket, Gradients, ShardedBucket, bind
+from .gradients import Bucket, Gradients, bind
 from .optimizer import Recipe, decays
 from .stage import Stage, set_parameter
 from .waiting import Patience
@@ -103,12 +103,10 @@ class Share:
     """This rank's part of the weights of a bucket: `master` is what the optimizer works on."""
 
     def __init__(self, bucket: Bucket, place: Place):
-        self.bucket = bucket
-        self.flat = _in_one_buffer(bucket.parameters[place], len(bucket.flat))
-        size = len(bucket.mine)
-        self.start = bucket.comm.rank * size
-        self.seen = self.flat[self.start : self.start + size]
-        self.master = self.seen.to(bucket.flat.dtype)
+        self.bucket, self.start = bucket, bucket.sum.start_at
+        self.flat = _in_one_buffer(bucket.parameters[place], len(bucket.sum.flat))
+        self.seen = self.flat[self.start : self.start + len(self.flat) // bucket.comm.size]
+        self.master = self.seen.to(bucket.mine.dtype)
         self.gathering = MPI.Request(MPI.REQUEST_NULL)
 
     def cut(self, place: Place) -> Iterator[Piece]:
@@ -208,6 +206,6 @@ def weights_of(
     """What the schedule and the gradients call for: several versions for several updates, shares of shared sums."""
     if schedule.updates > 1:
         return VersionedWeights(stage, recipe, gradients, schedule, place)
-    if isinstance(gradients.buckets(place)[0], ShardedBucket):
+    if gradients.buckets(place)[0].sum.is_share:
         return ShardedWeights(stage, recipe, gradients, place, patience)
     return Weights(stage, recipe, gradients)

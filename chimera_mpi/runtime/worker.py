@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -47,14 +46,27 @@ class MicroBatch(NamedTuple):
 Feed = Callable[[int], MicroBatch]  # the micro-batches of a pipeline group, by their index in the schedule
 
 
-@dataclass
 class Sums:
     """What a worker adds up over a step, for all workers to add up: the losses and target tokens of its last
     stages, and its share of the squared gradient norm (of the step's last update, where it has several)."""
 
-    loss: float = 0.0
-    targets: float = 0.0
-    square_norm: float = 0.0
+    def __init__(self) -> None:
+        self.square_norm = 0.0
+        self._losses: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+
+    def add(self, loss: torch.Tensor, targets: torch.Tensor) -> None:
+        """Note a micro-batch's; nothing is read from the device yet."""
+        self._losses.append(loss.detach())
+        self._targets.append(targets.detach())
+
+    @property
+    def loss(self) -> float:
+        return _total(self._losses)
+
+    @property
+    def targets(self) -> float:
+        return _total(self._targets)
 
 
 class OpFailed(RuntimeError):
@@ -153,9 +165,7 @@ class Worker:
         return segments
 
     def _add_loss(self, op: Op, loss: torch.Tensor, targets: torch.Tensor) -> None:
-        sums = self._sums[op.index * self.steps // self.schedule.micro_batches]
-        sums.loss += loss.item()
-        sums.targets += targets.item()
+        self._sums[op.index * self.steps // self.schedule.micro_batches].add(loss, targets)
 
     def _backward(self, op: Op, received: Tensors) -> None:
         self._go_back(op, received, Tape.backward)
@@ -246,9 +256,7 @@ class Evaluator:
         if op.stage + 1 < self.schedule.stages:
             self.mailbox.send(op, outputs)
         else:
-            loss, targets = self.loss(*outputs, batch.targets)
-            self._sums.loss += loss.item()
-            self._sums.targets += targets.item()
+            self._sums.add(*self.loss(*outputs, batch.targets))
 
 
 def then_loss(segment: Segment, loss: Loss, targets: Targets, tensors: Tensors) -> Tensors:
@@ -258,3 +266,7 @@ def then_loss(segment: Segment, loss: Loss, targets: Targets, tensors: Tensors) 
 
 def _nothing(op: Op) -> Tensors:
     return ()
+
+
+def _total(numbers: list[torch.Tensor]) -> float:
+    return torch.stack(numbers).double().sum().item() if numbers else 0.0

@@ -47,14 +47,14 @@ class Starts:
         self.started, self.open = [], []
         for place, buckets in case.pipeline.worker.gradients._of_place.items():
             for at, bucket in enumerate(buckets):
-                monkeypatch.setattr(bucket, "reduce", self._recorder(place, at, bucket.reduce))
+                monkeypatch.setattr(bucket.sum, "start", self._recorder(place, at, bucket.sum.start))
         for kind, (wait, act) in case.pipeline.worker._handlers.items():
             case.pipeline.worker._handlers[kind] = wait, self._during(act)
 
-    def _recorder(self, place, at, reduce):
+    def _recorder(self, place, at, start):
         def recorded():
             self.started.append((place, at, self.open[-1]))
-            return reduce()
+            start()
 
         return recorded
 

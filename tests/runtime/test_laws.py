@@ -243,7 +243,7 @@ def test_all_reduces_start_in_one_order_on_every_communicator(comm):
         started = []
         for buckets in case.pipeline.worker.gradients._of_place.values():
             for bucket in buckets:
-                bucket.comm = Recording(bucket.comm, started)
+                bucket.sum.comm = Recording(bucket.sum.comm, started)
         batch = mini_batch(case.sizes)
         case.pipeline.run(case.feed(batch, 0), 0, lambda step: 0.01)
         of_rank = comm.allgather(started)

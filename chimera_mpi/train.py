@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -117,6 +118,22 @@ class StepReport(NamedTuple):
     peak_bytes: float
 
 
+class Total(NamedTuple):
+    """What `Sums` add up to over all ranks."""
+
+    loss: float
+    targets: float
+    square_norm: float
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / max(self.targets, 1)
+
+    @property
+    def grad_norm(self) -> float:
+        return math.sqrt(self.square_norm)
+
+
 class Part:
     """One rank's part of a job: its pipeline, and which micro-batches of a step are those of its pipeline group."""
 
@@ -174,12 +191,12 @@ class Part:
 
         return micro_batch
 
-    def total(self, sums: Sums) -> Sums:
-        """The sum over all ranks, on all. Collective."""
-        mine = np.array(astuple(sums))
+    def total(self, *sums: Sums) -> Total:
+        """What they add up to over all ranks, on all. Collective."""
+        mine = np.array([(each.loss, each.targets, each.square_norm) for each in sums]).sum(axis=0)
         whole = np.empty_like(mine)
         self.patience.wait(self.grid.world.Iallreduce(mine, whole))
-        return Sums(*whole.tolist())
+        return Total(*whole.tolist())
 
 
 class Run:
@@ -235,11 +252,9 @@ class Run:
 
     def evaluate(self, after_step: int) -> tuple[float, int]:
         """The mean loss in nats over the first validation samples, and their number of tokens."""
-        total = Sums()
-        for first in range(0, self.job.config.eval_mini_batches, self.job.plan.steps):
-            sums = self.pipeline.evaluate(self.part.feed(self.read_validation, first), after_step)
-            total = Sums(total.loss + sums.loss, total.targets + sums.targets)
-        total = self.part.total(total)
+        firsts = range(0, self.job.config.eval_mini_batches, self.job.plan.steps)
+        feeds = (self.part.feed(self.read_validation, first) for first in firsts)
+        total = self.part.total(*(self.pipeline.evaluate(feed, after_step) for feed in feeds))
         return total.mean_loss, int(total.targets)
 
     def _gather(self, row: list[float]) -> NDArray[np.float64] | None:
@@ -264,7 +279,7 @@ class Run:
         self, step: int, seconds: float, table: NDArray[np.float64], evaluation: tuple[float, int] | None
     ) -> None:
         by_column = dict(zip(StepReport._fields, table.T, strict=True))
-        total = Sums(*(float(by_column[name].sum()) for name in ("loss", "targets", "square_norm")))
+        total = Total(*(float(by_column[name].sum()) for name in Total._fields))
         samples = sum(self.job.sizes)
         if self.log is not None:
             row = StepRow(

@@ -54,16 +54,6 @@ class Sums:
     targets: float = 0.0
     square_norm: float = 0.0
 
-    @property
-    def mean_loss(self) -> float:
-        """Of the whole sums."""
-        return self.loss / max(self.targets, 1)
-
-    @property
-    def grad_norm(self) -> float:
-        """Of the whole sums."""
-        return math.sqrt(self.square_norm)
-
 
 class OpFailed(RuntimeError):
     """An op raised; the cause tells why, this tells where."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -168,8 +168,13 @@ def load(source: str, overrides: Iterable[str] = ()) -> Config:
     values = _read(source)
     if "mini_batch_size" in asked:  # one size follows from the other
         values.pop("micro_batch_size", None)
+    return checked({**values, **asked})
+
+
+def checked(values: Mapping[str, Any]) -> Config:
+    """The configuration of these keys. Raises InputError: one line with the key, the value and what it may be."""
     try:
-        return Config(**{**values, **asked})
+        return Config(**values)
     except ValidationError as error:
         raise InputError(_explain(error)) from None
 

@@ -312,11 +312,11 @@ def test_a_measured_partition_shares_out_seconds():
     job = plan_job(load("gpt-tiny", ["scheme=chimera", "depth=2", "partition=measured"]), 2)
     seconds = [1.0] * len(job.task.model.layers)
     seconds[-1] = 3.0
-    measured = job.measured(seconds)
+    measured = job.cut_by(seconds)
     # Chimera's workers hold both stages: whatever the cut, they have the same to do.
     assert measured.imbalance == 1 and measured.balanced == "seconds"
     job = plan_job(load("gpt-tiny", ["scheme=1f1b", "depth=2", "partition=measured"]), 2)
-    assert [len(cut) for cut in job.measured(seconds).cuts] == [6, 4]
+    assert [len(cut) for cut in job.cut_by(seconds).cuts] == [6, 4]
 
 
 def test_accumulation_multiplies_the_mini_batch():

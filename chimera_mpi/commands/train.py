@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InputError
 from ..predict import weight_versions
-from ._ranks import agree, ending_together, refuse_singletons, set_threads
+from ._ranks import ending_together, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
     from ..runlog import RunLog
@@ -54,9 +54,10 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     from ..config import DEFAULT_DATA, load
     from ..data import open_corpus
     from ..runlog import read_run
+    from ..runtime.agreement import agree
     from ..runtime.grid import find_node
     from ..tasks import check_vocabulary
-    from ..train import Trainer, measure_layers, plan_job
+    from ..train import Run, measured, plan_job, reader
 
     config = agree(world, lambda: load(args.source, args.overrides))
     job = agree(world, lambda: plan_job(config, world.size))
@@ -69,15 +70,15 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     agree(world, lambda: check_vocabulary(job.task, corpus))
     node = find_node(world)
     threads = set_threads(config.threads, node.threads)
-    if config.partition == "measured":
-        job = job.measured(measure_layers(world, job, corpus, node.patience))
+    job = measured(world, node.patience, job, reader(job, corpus))
     facts = _facts(world, threads)
     log = agree(world, on_rank_0(lambda: _create_log(job, validation, world.size, facts)))
-    trainer = Trainer(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody)
+    run = Run(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody)
     if world.rank == 0:
-        print(_opening(job, world.size, threads, str(trainer.patience)), flush=True)
+        print(_opening(job, world.size, threads, str(run.part.patience)), flush=True)
     with log or nullcontext():
-        trainer.run()
+        run.run()
+    run.close()
     if log is not None:
         print("\n".join(["", *report.summary(read_run(log.path)), f"log         {log.path}"]), flush=True)
     return 0

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import InputError
-from ..models import Model
+from ..models import Model, make_layer
 from ..predict.partition import cut_uniformly
 from ..schedule import Schedule, forward_only
 from ..timeline import Span
 from .gradients import BUCKET_BYTES, SHARED_FROM_BYTES, Gradients, ties_across
 from .grid import Grid, holders
-from .mailbox import Delivery, Mailbox, Spec
+from .mailbox import Delivery, Mailbox, Spec, pieces
 from .norm import GlobalNorm, LossScale
 from .optimizer import Recipe
-from .stage import Boundaries, Recompute, Stage, digest, trace
+from .stage import Boundaries, Recompute, Stage, Trace, digest, trace
 from .waiting import Patience
 from .weights import weights_of
 from .worker import Evaluator, Feed, Sums, Worker
@@ -61,7 +61,8 @@ class Pipeline:
         self.schedule, self.model = schedule, model
         self.grid, self.patience = grid, settings.patience or grid.node.patience
         self.cuts = list(settings.cuts or cut_uniformly(len(model.layers), schedule.stages))
-        self.traces = [trace(model, tuple(specs), settings.dtype) for specs in inputs]
+        self.dtype = settings.dtype
+        self.traces = self._traces(inputs)
         self.stages = {
             place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype)
             for place in schedule.places(self.grid.worker)
@@ -105,6 +106,12 @@ class Pipeline:
         forwards = forward_only(schedule)
         self.evaluator = Evaluator(forwards, self.stages, model.loss, self._mailbox(forwards, settings))
 
+    def expect(self, inputs: Sequence[Sequence[Spec]]) -> None:
+        """From the next step on micro-batches have these shapes; `inputs` are as those of the constructor."""
+        self.traces = self._traces(inputs)
+        for mailbox in (self.worker.mailbox, self.evaluator.mailbox):
+            mailbox.spec = Boundaries(mailbox.schedule, self.cuts, self.traces)
+
     def run(self, feed: Feed, first_step: int, learning_rate: Callable[[int], float]) -> tuple[list[Span], list[Sums]]:
         """Train for the steps of the schedule. Returns this worker's spans, and its part of each step's sums."""
         return self.worker.run(feed, first_step, learning_rate)
@@ -133,6 +140,43 @@ class Pipeline:
             return None
         scale = LossScale(settings.loss_scale) if settings.loss_scale else None
         return GlobalNorm(self.grid.world, self.patience, settings.clip, scale)
+
+    def layers(self) -> list[dict[str, torch.Tensor]] | None:
+        """On rank 0 the parameters and buffers of all layers, by name, in memory of their own. Collective.
+
+        They are those of the first pipeline of the first group.
+        """
+        rank, found = self.grid.world.rank, []
+        for stage, layers in enumerate(self.cuts):
+            holder = self.schedule.pipes[0][stage]
+            for index in layers:
+                if rank == holder == 0:
+                    state = self.stages[0, stage].layer(index).state_dict()
+                    found.append({name: tensor.clone() for name, tensor in state.items()})
+                elif rank == holder:
+                    self._give(self.stages[0, stage].layer(index))
+                elif rank == 0:
+                    found.append(self._take(index, holder))
+        return found if rank == 0 else None
+
+    def _give(self, layer: torch.nn.Module) -> None:
+        for tensor in layer.state_dict().values():
+            whole = tensor.contiguous()
+            self.patience.wait(*(self.grid.world.Isend(piece, 0) for piece in pieces(whole, self._limit_bytes)))
+
+    def _take(self, index: int, rank: int) -> dict[str, torch.Tensor]:
+        shapes = make_layer(self.model, index, seed=0, dtype=self.dtype, device="meta").state_dict()
+        state = {name: torch.empty(shape.shape, dtype=shape.dtype) for name, shape in shapes.items()}
+        for tensor in state.values():
+            self.patience.wait(*(self.grid.world.Irecv(piece, rank) for piece in pieces(tensor, self._limit_bytes)))
+        return state
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self.worker.mailbox.delivery.limit_bytes
+
+    def _traces(self, inputs: Sequence[Sequence[Spec]]) -> list[Trace]:
+        return [trace(self.model, tuple(specs), self.dtype) for specs in inputs]
 
     def _mailbox(self, schedule: Schedule, settings: Settings) -> Mailbox:
         boundaries = Boundaries(schedule, self.cuts, self.traces)

@@ -60,7 +60,7 @@ def digest(stage: nn.Module) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name, parameter in stage.named_parameters():
         found.update(name.encode())
-        found.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+        found.update(parameter.detach().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -193,7 +193,7 @@ def test_replicas_that_drift_apart_are_found(comm, schedule):
     case.pipeline.check_replicas()
     if comm.rank == 1:
         next(iter(case.pipeline.stages.values())).layers[0].register_parameter(
-            "drift", torch.nn.Parameter(torch.ones(1))
+            "drift", torch.nn.Parameter(torch.ones(()))
         )
     drifted = next(iter(case.pipeline.stages))[1] if comm.rank == 1 else None
     stage = comm.bcast(drifted, root=1)

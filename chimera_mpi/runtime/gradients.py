@@ -23,14 +23,15 @@ from .waiting import Patience
 class Bucket:
     """Gradients that the same ranks sum, in one buffer whose pieces are the parameters' `.grad`.
 
-    `places` are the copies of stages on this worker that add to it. It is reduced once all of them are
-    ready, and begins anew from zero once all of them have used it.
+    `parameters` are those of each copy of a stage on this worker that adds to it. It is reduced once the copies in
+    `after` are ready, and begins anew from zero once all have used it.
     """
 
     flat: torch.Tensor  # the gradients, and behind them the count or padding
     count: torch.Tensor  # of targets, in one element; empty where another bucket of the stage has it
     parameters: dict[Place, list[nn.Parameter]]  # in the order of the buffer, the same ones at each place
     comm: MPI.Comm
+    after: set[Place]
     ready: set[Place] = field(default_factory=set)
     used: set[Place] = field(default_factory=set)
     averaged: bool = False
@@ -52,7 +53,7 @@ class Bucket:
 
     def start(self, place: Place) -> None:
         self.ready.add(place)
-        if self.ready == set(self.parameters):
+        if self.ready == self.after:
             self.ready.clear()
             if self.comm.size > 1:
                 self.requests = self.reduce()
@@ -105,6 +106,9 @@ class Gradients:
     losses are sums, their gradients are summed over micro-batches and replicas, and divided once, by the
     count that rode with them. Tied parameters have a bucket of their own, summed over all that hold one of
     the tied stages.
+
+    Ranks that share buckets start to reduce them in one order: workers are through with later stages first, and a
+    tied parameter counts as of the earliest stage that has it, whichever stages a rank holds.
     """
 
     def __init__(
@@ -121,6 +125,8 @@ class Gradients:
         self._pieces: dict[nn.Parameter, torch.Tensor] = {}
         self._own: dict[Place, Bucket] = {}
         self._of_place: dict[Place, list[Bucket]] = {place: [] for place in stages}
+        self._started_by: dict[Place, list[Bucket]] = {place: [] for place in stages}
+        ties = sorted(ties, key=lambda tie: -min(tie.stages))
         copies = [find_copies(tie, stages) for tie in ties]
         tied = {id(parameter) for tie in copies for parameters in tie.values() for parameter in parameters}
         for stage in sorted({stage for _, stage in stages}, reverse=True):
@@ -131,10 +137,11 @@ class Gradients:
             }
             comm = grid.replicas(holders(schedule, [stage]))
             kind = ShardedBucket if sharded and comm.size > 1 else Bucket
-            self._own.update(dict.fromkeys(own, self._add(kind, own, comm, counted=True)))
+            self._own.update(dict.fromkeys(own, self._add(kind, own, comm, set(own), counted=True)))
         for tie, here in zip(ties, copies, strict=True):
             if here:
-                self._add(Bucket, here, grid.replicas(holders(schedule, tie.stages)), counted=False)
+                after = {place for place in stages if place[1] >= min(tie.stages)}
+                self._add(Bucket, here, grid.replicas(holders(schedule, tie.stages)), after, counted=False)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Where the gradient of a parameter adds up; None for one that is frozen."""
@@ -150,7 +157,7 @@ class Gradients:
 
     def start(self, place: Place) -> None:
         """The gradients of `place` are whole: start their all-reduce."""
-        for bucket in self._of_place[place]:
+        for bucket in self._started_by[place]:
             bucket.start(place)
 
     def poke(self) -> None:
@@ -184,7 +191,12 @@ class Gradients:
             bucket.release(place)
 
     def _add(
-        self, kind: type[Bucket], parameters: dict[Place, list[nn.Parameter]], comm: MPI.Comm, counted: bool
+        self,
+        kind: type[Bucket],
+        parameters: dict[Place, list[nn.Parameter]],
+        comm: MPI.Comm,
+        after: set[Place],
+        counted: bool,
     ) -> Bucket:
         """A bucket whose pieces are the gradients of the parameters, which are the same ones at each place."""
         first = next(iter(parameters.values()))
@@ -192,16 +204,18 @@ class Gradients:
         dtype = accumulated_in(first[0].dtype) if first else torch.float64
         if kind is ShardedBucket:
             flat, count = torch.zeros(-(-size // comm.size) * comm.size, dtype=dtype), torch.zeros(1, dtype=dtype)
-            bucket: Bucket = ShardedBucket(flat, count, parameters, comm)
+            bucket: Bucket = ShardedBucket(flat, count, parameters, comm, after)
         else:
             flat = torch.zeros(size + counted, dtype=dtype)
-            bucket = Bucket(flat, flat[size:], parameters, comm)
+            bucket = Bucket(flat, flat[size:], parameters, comm, after)
         for same in parameters.values():
             for p, piece in zip(same, flat[:size].split([p.numel() for p in same]), strict=True):
                 self._pieces[p] = piece.view_as(p)
                 bind(p, self._pieces[p])
         for place in parameters:
             self._of_place[place].append(bucket)
+        for place in after:
+            self._started_by[place].append(bucket)
         return bucket
 
 

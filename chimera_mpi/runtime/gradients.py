@@ -28,13 +28,14 @@ SHARED_FROM_BYTES = 1 << 16  # of a stage's gradients: smaller ones travel as fa
 class Bucket:
     """Gradients that are summed together, in one buffer whose pieces are the parameters' `.grad`.
 
-    The sum starts once all the copies of a stage on this worker that add to it are ready, and the buffer begins
-    anew from zero once all of them have used it.
+    `parameters` are those of each copy of a stage on this worker that adds to it. The sum starts once the copies in
+    `after` are ready, and the buffer begins anew from zero once all have used it.
     """
 
     sum: Sum
     parameters: dict[Place, list[nn.Parameter]]  # in the order of the buffer, the same ones at each place
     comm: Comm
+    after: set[Place]
     ready: set[Place] = field(default_factory=set)
     used: set[Place] = field(default_factory=set)
     divided: bool = False
@@ -53,7 +54,7 @@ class Bucket:
         """Note that `place` is; whether this was the last one."""
         news = place not in self.ready
         self.ready.add(place)
-        return news and self.ready == set(self.parameters)
+        return news and self.ready == self.after
 
     def divide(self, by: float) -> float:
         """Make sums means; the sum of squares for which this rank answers."""
@@ -80,6 +81,9 @@ class Gradients:
     Losses are sums: their gradients are summed over micro-batches and replicas, and divided once, by the number
     of target tokens, which rides in the first bucket. Tied parameters have a bucket of their own, summed over all
     that hold one of the tied stages.
+
+    Ranks that share buckets start their sums in one order: workers are through with later stages first, and a tied
+    parameter counts as of the earliest stage that has it, whichever stages a rank holds.
     """
 
     def __init__(
@@ -100,6 +104,8 @@ class Gradients:
         self._of_place: dict[Place, list[Bucket]] = {place: [] for place in stages}
         self._under_way: list[Sum] = []
         self._memories: list[SharedMemory] = []
+        self._started_by: dict[Place, list[Bucket]] = {place: [] for place in stages}
+        ties = sorted(ties, key=lambda tie: -min(tie.stages))
         copies = [find_copies(tie, stages) for tie in ties]
         self._tied = {id(parameter) for tie in copies for parameters in tie.values() for parameter in parameters}
         self._shared_from_bytes = shared_from_bytes
@@ -107,7 +113,7 @@ class Gradients:
             own = {place: self._own(place) for place in stages if place[1] == stage}
             runs = bucket_runs(next(iter(own.values())), bucket_bytes)
             parameters = [{place: mine[run] for place, mine in own.items()} for run in runs]
-            self._add(parameters, grid.replicas(holders(schedule, [stage])), sharded, counted=True)
+            self._add(parameters, set(own), grid.replicas(holders(schedule, [stage])), sharded, counted=True)
         self._own_buckets = {place: tuple(buckets) for place, buckets in self._of_place.items()}
         self._bucket_of = {
             place: [at for at, b in reversed([*enumerate(buckets)]) for _ in b.parameters[place]]
@@ -115,7 +121,8 @@ class Gradients:
         }
         for tie, here in zip(ties, copies, strict=True):
             if here:
-                self._add([here], grid.replicas(holders(schedule, tie.stages)), sharded=False, counted=False)
+                after = {place for place in stages if place[1] >= min(tie.stages)}
+                self._add([here], after, grid.replicas(holders(schedule, tie.stages)), sharded=False, counted=False)
 
     def close(self) -> None:
         """Collective. The gradients must not be used any more."""
@@ -162,7 +169,7 @@ class Gradients:
 
     def start(self, place: Place) -> None:
         """The gradients of `place` are whole: start what has not started of its all-reduce."""
-        for bucket in self._of_place[place]:
+        for bucket in self._started_by[place]:
             self._start(bucket, place)
 
     def poke(self) -> None:
@@ -214,7 +221,14 @@ class Gradients:
         self.poke()
         return any(one is other for one in sums for other in self._under_way)
 
-    def _add(self, parameters: list[dict[Place, list[nn.Parameter]]], comm: Comm, sharded: bool, counted: bool) -> None:
+    def _add(
+        self,
+        parameters: list[dict[Place, list[nn.Parameter]]],
+        after: set[Place],
+        comm: Comm,
+        sharded: bool,
+        counted: bool,
+    ) -> None:
         """Buckets whose pieces are the gradients of the parameters, which are the same ones at each place.
 
         The first of them has the count, if there is one.
@@ -225,7 +239,9 @@ class Gradients:
         ]
         for of_bucket, first, of_rank in zip(parameters, firsts, self._sums(comm, layouts, sharded), strict=True):
             sizes = [p.numel() for p in first]
-            bucket = Bucket(of_rank, of_bucket, comm)
+            bucket = Bucket(of_rank, of_bucket, comm, after)
+            for place in after:
+                self._started_by[place].append(bucket)
             for place, same in of_bucket.items():
                 self._of_place[place].append(bucket)
                 for p, piece in zip(same, of_rank.flat[: sum(sizes)].split(sizes), strict=True):

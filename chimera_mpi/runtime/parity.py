@@ -15,6 +15,7 @@ from .grid import Comm, Grid
 from .mailbox import Spec, Tensors
 from .optimizer import Recipe
 from .pipeline import Pipeline, Settings
+from .stage import handed_on
 from .worker import MicroBatch, Targets
 
 RATE = 0.1
@@ -85,8 +86,7 @@ def _loss(model: Model, layers: Sequence, batch: tuple[Tensors, Targets], seed: 
     tensors, targets = batch
     for index, layer in enumerate(layers):
         torch.default_generator.manual_seed(keyed_seed(seed, step, number, index))
-        output = layer(*tensors)
-        tensors = output if isinstance(output, tuple) else (output,)
+        tensors = handed_on(layer(*tensors))
     return model.loss(*tensors, targets)
 
 

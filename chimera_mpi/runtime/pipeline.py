@@ -67,6 +67,7 @@ class Pipeline:
             place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype)
             for place in schedule.places(self.grid.worker)
         }
+        _check_ties(model)
         ties = ties_across(model.tied, self.cuts)
         if ties and schedule.updates > 1:
             raise InputError(
@@ -181,6 +182,18 @@ class Pipeline:
     def _mailbox(self, schedule: Schedule, settings: Settings) -> Mailbox:
         boundaries = Boundaries(schedule, self.cuts, self.traces)
         return Mailbox(self.grid.pipeline, schedule, boundaries, self.patience, settings.delivery)
+
+
+def _check_ties(model: Model) -> None:
+    """Raises InputError if a tied parameter is trained in one layer and frozen in another."""
+    for group in model.tied:
+        layers = [(make_layer(model, index, seed=0, device="meta"), name) for index, name in group]
+        if len({layer.get_parameter(name).requires_grad for layer, name in layers}) > 1:
+            (index, name), *others = group
+            raise InputError(
+                f"{name} of layer {index} is tied to {', '.join(f'{n} of layer {i}' for i, n in others)}, "
+                "but not all are frozen: freeze all or none of them"
+            )
 
 
 def _check_sharding(schedule: Schedule, recipe: Recipe) -> None:

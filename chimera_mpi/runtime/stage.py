@@ -34,8 +34,7 @@ class Stage(nn.Module):
         for index in layers:
             if self.training:
                 torch.default_generator.manual_seed(keyed_seed(self.seed, step, micro_batch, index))
-            output = self.layer(index)(*tensors)
-            tensors = output if isinstance(output, tuple) else (output,)
+            tensors = handed_on(self.layer(index)(*tensors))
         return tensors
 
     def layer(self, index: int) -> nn.Module:
@@ -53,6 +52,12 @@ class Stage(nn.Module):
             here = [(index, name) for index, name in group if index in self.indices]
             for index, name in here[1:]:
                 set_parameter(self.layer(index), name, self.layer(here[0][0]).get_parameter(here[0][1]))
+
+
+def handed_on(output: torch.Tensor | Tensors) -> Tensors:
+    """What a layer put out, as the next one gets it: contiguous, be it in the same stage or another, since dropout
+    draws in the order of memory."""
+    return tuple(tensor.contiguous() for tensor in (output if isinstance(output, tuple) else (output,)))
 
 
 def digest(stage: nn.Module) -> str:
@@ -109,8 +114,7 @@ def _trace_layer(
     layer = make_layer(model, index, seed=0, dtype=dtype, device="meta").eval()
     tensors = (torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in entering)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        output = layer(*tensors)
-    leaving = output if isinstance(output, tuple) else (output,)
+        leaving = handed_on(layer(*tensors))
     return tuple(Spec(tuple(t.shape), t.dtype) for t in leaving), counter.get_total_flops()
 
 

@@ -13,7 +13,8 @@ from chimera_mpi.runtime.optimizer import Recipe
 
 @dataclass
 class Serial:
-    """A plain loop: no schedule, no stage, no message."""
+    """A plain loop: no schedule, no stage, no message. Layers hand on contiguous tensors, as dropout's draws follow
+    the order of memory."""
 
     model: Model
     seed: int = 0
@@ -40,14 +41,15 @@ class Serial:
     def evaluate(self, micro_batches):
         """The loss without dropout."""
         self.layers.eval()
-        sums = [self.model.loss(self._forward(inputs), targets) for inputs, targets in micro_batches]
+        sums = [self.model.loss(*self._forward(inputs), targets) for inputs, targets in micro_batches]
         return (sum(loss for loss, _ in sums) / sum(count for _, count in sums)).item()
 
-    def _forward(self, x, before_layer=lambda index: None):
+    def _forward(self, inputs, before_layer=lambda index: None):
+        tensors = as_tuple(inputs)
         for index, layer in enumerate(self.layers):
             before_layer(index)
-            x = layer(*x) if isinstance(x, tuple) else layer(x)
-        return x
+            tensors = tuple(tensor.contiguous() for tensor in as_tuple(layer(*tensors)))
+        return tensors
 
     def step(self, micro_batches, learning_rate, step=0):
         """`micro_batches` are (inputs, targets); returns loss, gradient norm before clipping."""
@@ -55,7 +57,7 @@ class Serial:
         losses, counts = [], []
         for number, (inputs, targets) in enumerate(micro_batches):
             rule = partial(self._seed, step, number)
-            loss, count = self.model.loss(self._forward(inputs, rule), targets)
+            loss, count = self.model.loss(*self._forward(inputs, rule), targets)
             losses.append(loss)
             counts.append(count)
         loss = sum(losses) / sum(counts)
@@ -69,3 +71,8 @@ class Serial:
             group["lr"] = learning_rate
         self.optimizer.step()
         return loss.item(), norm.item()
+
+
+def as_tuple(tensors):
+    """What a layer takes or gives, as a tuple also where it is one tensor."""
+    return tensors if isinstance(tensors, tuple) else (tensors,)

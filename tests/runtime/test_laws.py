@@ -14,6 +14,7 @@ from case import Case, cancel, mini_batch, tiny
 from mpi4py import MPI
 from serial import Serial
 
+from chimera_mpi.errors import InputError
 from chimera_mpi.models import Model
 from chimera_mpi.runtime.mailbox import Delivery
 from chimera_mpi.runtime.optimizer import Recipe
@@ -171,6 +172,13 @@ def frozen(model: Model, layers) -> Model:
 def test_frozen_layers_and_stages(comm, layers):
     for schedule in buildable(4, 4):
         Case(comm, schedule, frozen(tiny(), layers)).run()
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("layers", [(0,), (7,)], ids=str)
+def test_a_tied_weight_frozen_at_one_end_is_refused(comm, layers):
+    with pytest.raises(InputError, match=r"tokens.weight of layer 0 is tied to output.weight of layer 7, but not all"):
+        Case(comm, build("1f1b", 2, 2), frozen(tiny(tied=True), layers))
 
 
 @pytest.mark.mpi(4)

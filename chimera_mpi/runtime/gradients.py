@@ -62,7 +62,7 @@ class Bucket:
             return 0.0
         self.divided = True
         self.mine.div_(by)
-        return torch.linalg.vector_norm(self.mine, dtype=torch.float64).item() ** 2 if self.answers else 0.0
+        return sum_of_squares(self.mine) if self.answers else 0.0
 
     def release(self, place: Place) -> None:
         self.used.add(place)
@@ -279,6 +279,14 @@ def bucket_runs(parameters: Sequence[nn.Parameter], limit_bytes: int) -> list[sl
             nbytes = 0
         nbytes += size
     return [slice(start, end) for end, start in zip(ends, [*ends[1:], 0], strict=True)]
+
+
+def sum_of_squares(flat: torch.Tensor, row: int = 1024) -> float:
+    """Row by row in the dtype of `flat`, the rows in double: to 1e-6 of singles, at a hundredth of the time that double
+    takes throughout."""
+    whole = len(flat) // row * row
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1).double().square().sum()
+    return (rows + flat[whole:].double().square().sum()).item()
 
 
 def summed_in(parameters: Sequence[nn.Parameter]) -> torch.dtype:

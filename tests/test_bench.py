@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from chimera_mpi.cli import main
+from chimera_mpi.models import make_layer
 from chimera_mpi.models.emulated import Durations, Sleeper, emulated
 from chimera_mpi.runtime.grid import Grid
 from chimera_mpi.runtime.mailbox import Spec
@@ -82,6 +83,21 @@ def test_transfers_are_measured_between_neighbours(comm):
     links = transfers_s(grid, 1000)
     assert len(links) == 2 and min(links) > 0
     grid.close()
+
+
+def test_gradients_are_those_of_a_product():
+    model = emulated(3, Durations(0.0, 0.0, 0.0), 12, Sleeper())
+    layers = torch.nn.Sequential(*(make_layer(model, index, seed=1, dtype=torch.float64) for index in range(3)))
+    x = torch.tensor([[2.0, 9.0, 9.0], [3.0, 9.0, 9.0]], dtype=torch.float64, requires_grad=True)
+    output = layers(x)
+    product = x.detach()[:, :1] * layers[0].weight * layers[1].weight * layers[2].weight
+    assert torch.equal(output, product)
+    weights = [layer.weight for layer in layers]
+    ours, plain = (torch.autograd.grad(y.square().sum(), weights, retain_graph=True) for y in (output, product))
+    torch.testing.assert_close(ours, plain)
+    (gradient,) = torch.autograd.grad(output.sum(), x)
+    assert gradient[:, 0].tolist() == pytest.approx([(weights[0] * weights[1] * weights[2]).item()] * 2)
+    assert not gradient[:, 1:].any()
 
 
 def test_messages_and_gradients_are_as_large_as_asked_for():

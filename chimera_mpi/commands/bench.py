@@ -15,7 +15,6 @@ import json
 import os
 import resource
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -112,11 +111,9 @@ def _emulate(world: Any, args: argparse.Namespace) -> int:
     emulations = agree(world, lambda: _emulations(args))
     cases, refused = agree(world, lambda: _cases(args, depth, emulations))
     agree(world, lambda: _write(args.json, "") if world.rank == 0 else None)  # or refuse now, not at the end
-    started_s = time.perf_counter()
     grid, sleeper = Grid(world, depth), Sleeper()
     set_threads(None, grid.node.threads)
     rehearsals = [Rehearsal(grid, case.plan.schedule, emulations[case.message_bytes], sleeper) for case in cases]
-    setup_s = time.perf_counter() - started_s
     stopwatch = Stopwatch(grid.world, grid.node.patience, sleeper)
     if world.rank == 0:
         print(_opening(world.size, depth, args, cases, str(grid.node.patience)), flush=True)
@@ -124,7 +121,7 @@ def _emulate(world: Any, args: argparse.Namespace) -> int:
         stopwatch.time(rehearsal.step)
     turns = [[stopwatch.time(rehearsal.step) for rehearsal in rehearsals] for _ in range(args.repeat)]
     links = {size: transfers_s(grid, size) for size in emulations}
-    facts = {"ranks": world.size, "depth": depth, "setup_s": setup_s, **_facts(world)}
+    facts = {"ranks": world.size, "depth": depth, **_facts(world)}
     grid.close()
     if world.rank == 0:
         rows = [_row(case, steps, links) for case, steps in zip(cases, zip(*turns, strict=True), strict=True)]
@@ -242,9 +239,8 @@ def _print(rows: Sequence[Row], refused: Sequence[str], links: Mapping[int, Sequ
     console = Console(highlight=False)
     for micro_batches, size in dict.fromkeys((row.micro_batches, row.message_bytes) for row in rows):
         way = f", {duration(float(f'{median(links[size]):.2g}'))} one way" if links[size] else ""
-        table = Table(
-            title=f"N = {micro_batches}, messages of {size:,} bytes{way}", title_justify="left", box=box.SIMPLE_HEAD
-        )
+        print(f"\nN = {micro_batches}, messages of {size:,} bytes{way}")
+        table = Table(box=box.SIMPLE_HEAD)
         table.add_column("scheme", no_wrap=True)
         for head in ("step", "spread %", "plan", "/ plan", "/ with messages", "overshoot"):
             table.add_column(head, justify="right", no_wrap=True)

@@ -104,7 +104,8 @@ def spread(numbers: Sequence[float]) -> float:
 
 def show(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; the first column holds names."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    print(title)
+    table = Table(box=box.SIMPLE_HEAD)
     for column, head in enumerate(heads):
         table.add_column(head, justify="right" if column else "left", no_wrap=True)
     for row in rows:

@@ -6,6 +6,7 @@ python scripts/bench/scale.py --shapes 64x1024 32x1024x64 --ranks 8 16
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import sys
 import time
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _bench import emulate, save, show
+from _bench import emulate, run_ours, save, show
 
 from chimera_mpi.errors import InputError
 from chimera_mpi.predict import Costs, Link, simulate
@@ -25,6 +26,9 @@ SHORT = ("--forward-ms", 0.2, "--repeat", 1)
 
 def main() -> None:
     args = arguments()
+    if args.rank:
+        communicators_on_a_rank()
+        return
     found = {
         "planning": [row for shape in args.shapes for row in planning(args.schemes, *shape)],
         "setup": setting_up(args.ranks),
@@ -46,6 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), metavar="SCHEME")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16], help="to set up communicators of")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # this is a rank of ours
     return parser.parse_args()
 
 
@@ -95,32 +100,49 @@ def peak_bytes() -> int:
 
 
 def setting_up(ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """Communicators of the grid and of all replicas, and the pipelines on them."""
-    schemes = ["1f1b", "chimera", "dualpipe"]
+    """Seconds until every rank has the communicators of its grid and of all replicas of its stages."""
     rows = []
     for count in ranks:
-        found = emulate(count, "--schemes", *schemes, "--micro-batches", count, *SHORT)
-        rows.append({"ranks": count, "setup_s": found["setup_s"], "peak_bytes": found["peak_bytes"]})
-    title = f"communicators and pipelines of {', '.join(schemes)}"
-    show(title, ["ranks", "s", "MB a rank"], [(r["ranks"], r["setup_s"], megabytes(r["peak_bytes"])) for r in rows])
+        seconds = json.loads(run_ours(count, __file__, "--rank"))
+        rows += [{"ranks": count, "scheme": scheme, "set_up_s": s} for scheme, s in seconds.items()]
+    heads = ["scheme", "ranks", "ms"]
+    show("communicators", heads, [(r["scheme"], r["ranks"], f"{1e3 * r['set_up_s']:.1f}") for r in rows])
     return rows
 
 
-def memory() -> list[dict[str, Any]]:
+def communicators_on_a_rank() -> None:
+    """Collective; rank 0 prints the seconds of the slowest rank for each scheme as JSON."""
+    from mpi4py import MPI
+
+    from chimera_mpi.runtime.grid import Grid, holders
+
+    world, found = MPI.COMM_WORLD, {}
+    for scheme in ("1f1b", "chimera", "dualpipe"):
+        schedule = build(scheme, world.size, world.size)
+        world.Barrier()
+        start_s = time.perf_counter()
+        grid = Grid(world, world.size)
+        for stage in sorted({stage for _, stage in schedule.places(grid.worker)}, reverse=True):
+            grid.replicas(holders(schedule, [stage]))
+        found[scheme] = max(world.allgather(time.perf_counter() - start_s))
+        grid.close()
+    if world.rank == 0:
+        print(json.dumps(found))
+
+
+def memory() -> dict[str, Any]:
     """The most memory of a rank of two, with few and with many micro-batches: a job of its own for each."""
-    rows = []
-    for scheme in ("1f1b", "chimera", "zb_v", "chimera_zb"):
-        few, many = (
-            emulate(2, "--schemes", scheme, "--micro-batches", n, "--message-bytes", 1 << 20, *SHORT)["peak_bytes"]
-            for n in (FEW, MANY)
-        )
-        rows.append({"scheme": scheme, "few_bytes": few, "many_bytes": many})
-    lines = [
-        (r["scheme"], *map(megabytes, (r["few_bytes"], r["many_bytes"], r["many_bytes"] - r["few_bytes"])))
-        for r in rows
-    ]
-    show("memory of a rank of 2, MB, messages of 1 MiB", ["scheme", f"N = {FEW}", f"N = {MANY}", "more"], lines)
-    return rows
+    schemes = ("1f1b", "chimera", "zb_v", "chimera_zb")
+    most = {
+        n: emulate(2, "--schemes", *schemes, "--micro-batches", n, "--message-bytes", 1 << 20, *SHORT)["peak_bytes"]
+        for n in (FEW, MANY)
+    }
+    more_bytes = most[MANY] - most[FEW]
+    title = f"memory of a rank of 2, messages of 1 MiB: {', '.join(schemes)}"
+    lines = [(n, megabytes(size_bytes)) for n, size_bytes in most.items()]
+    show(title, ["N", "MB a rank"], [*lines, ("more", megabytes(more_bytes))])
+    print(f"{more_bytes / (MANY - FEW) / 1e3:.1f} KB a micro-batch, all {len(schemes)} schedules in one process")
+    return {"schemes": schemes, "peak_bytes": most}
 
 
 def megabytes(size_bytes: float) -> str:

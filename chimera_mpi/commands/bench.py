@@ -102,15 +102,40 @@ class Row:
 
 
 def _emulate(world: Any, args: argparse.Namespace) -> int:
-    from ..models.emulated import Sleeper
-    from ..runtime.grid import Grid, width_of
-    from ..runtime.rehearsal import Rehearsal, Stopwatch, transfers_s
+    from ..runtime.grid import width_of
 
     depth = args.depth or world.size
     agree(world, lambda: width_of(world.size, depth))
     emulations = agree(world, lambda: _emulations(args))
     cases, refused = agree(world, lambda: _cases(args, depth, emulations))
-    agree(world, lambda: _write(args.json, "") if world.rank == 0 else None)  # or refuse now, not at the end
+    agree(world, lambda: _check_writable(args.json) if world.rank == 0 else None)
+    turns, links = _measure(world, depth, args, cases, emulations)
+    facts = _facts(world)
+    if world.rank == 0:
+        rows = [_row(case, steps, links) for case, steps in zip(cases, turns, strict=True)]
+        _print(rows, refused, links)
+        found = {
+            "ranks": world.size,
+            "depth": depth,
+            **facts,
+            "emulations": [asdict(emulation) for emulation in emulations.values()],
+            "transfers_s": links,
+            "rows": [asdict(row) for row in rows],
+            "refused": refused,
+        }
+        if args.json:
+            write(args.json, json.dumps(found, indent=1))
+    return 0
+
+
+def _measure(
+    world: Any, depth: int, args: argparse.Namespace, cases: Sequence[Case], emulations: Mapping[int, Emulation]
+) -> tuple[list[tuple[Measured, ...]], dict[int, list[float]]]:
+    """The steps of each case, which take turns, and for each size of message the seconds between neighbours."""
+    from ..models.emulated import Sleeper
+    from ..runtime.grid import Grid
+    from ..runtime.rehearsal import Rehearsal, Stopwatch, transfers_s
+
     grid, sleeper = Grid(world, depth), Sleeper()
     set_threads(None, grid.node.threads)
     rehearsals = [Rehearsal(grid, case.plan.schedule, emulations[case.message_bytes], sleeper) for case in cases]
@@ -121,20 +146,8 @@ def _emulate(world: Any, args: argparse.Namespace) -> int:
         stopwatch.time(rehearsal.step)
     turns = [[stopwatch.time(rehearsal.step) for rehearsal in rehearsals] for _ in range(args.repeat)]
     links = {size: transfers_s(grid, size) for size in emulations}
-    facts = {"ranks": world.size, "depth": depth, **_facts(world)}
     grid.close()
-    if world.rank == 0:
-        rows = [_row(case, steps, links) for case, steps in zip(cases, zip(*turns, strict=True), strict=True)]
-        _print(rows, refused, links)
-        found = {
-            **facts,
-            "emulation": [asdict(emulation) for emulation in emulations.values()],
-            "transfers_s": links,
-            "rows": [asdict(row) for row in rows],
-            "refused": refused,
-        }
-        _write(args.json, json.dumps(found, indent=1))
-    return 0
+    return list(zip(*turns, strict=True)), links
 
 
 def _emulations(args: argparse.Namespace) -> dict[int, Emulation]:
@@ -269,6 +282,10 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def _write(path: Path | None, words: str) -> None:
-    if path is not None:
-        write(path, words)
+def _check_writable(path: Path | None) -> None:
+    """Raise InputError now, not after all has been measured; what is in the file stays until then."""
+    try:
+        if path is not None:
+            path.open("a").close()
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None

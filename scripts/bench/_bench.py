@@ -51,7 +51,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 def run_ours(ranks: int, *arguments: str) -> str:
     """The output of `mpiexec -n RANKS python ARGUMENTS`; ends this process if that fails."""
-    with started([[*mpiexec(), "-n", str(ranks), sys.executable, *arguments]], [{}]) as (job,):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started([[*mpiexec(), "-n", str(ranks), sys.executable, *arguments]], [{}], **pipes) as (job,):
         out, err = job.communicate()
     if job.returncode:
         raise SystemExit(f"{' '.join(arguments)} on {ranks} ranks failed:\n{out}{err}")
@@ -71,23 +72,23 @@ def run_peer(ranks: int, **what: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(PEER), json.dumps({**what, "folder": folder})]
         extras = [{"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"} for rank in range(ranks)]
-        with started([command] * ranks, extras) as jobs:
-            while any(job.poll() is None for job in jobs):
-                if failed := [job for job in jobs if job.poll()]:
-                    raise SystemExit(f"a rank of the peer failed:\n{failed[0].communicate()[1]}")
+        log = Path(folder) / "log"
+        with log.open("w") as said, started([command] * ranks, extras, stdout=said, stderr=said) as jobs:
+            while any(job.poll() is None for job in jobs) and not any(job.poll() for job in jobs):
                 time.sleep(0.1)
+            if any(job.poll() for job in jobs):
+                raise SystemExit(f"a rank of the peer failed:\n{log.read_text()}")
         return json.loads((Path(folder) / "found.json").read_text())
 
 
 @contextmanager
 def started(
-    commands: Sequence[Sequence[str]], extras: Sequence[dict[str, str]]
+    commands: Sequence[Sequence[str]], extras: Sequence[dict[str, str]], **streams: Any
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes, and none of them left behind: not after an error, and not when this one is told to end."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     jobs = [
-        subprocess.Popen(command, text=True, env=environment(**extra), **quiet)
+        subprocess.Popen(command, text=True, stdin=subprocess.DEVNULL, env=environment(**extra), **streams)
         for command, extra in zip(commands, extras, strict=True)
     ]
     try:

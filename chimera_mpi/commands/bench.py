@@ -249,7 +249,7 @@ def _print(rows: Sequence[Row], refused: Sequence[str], links: Mapping[int, Sequ
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     for micro_batches, size in dict.fromkeys((row.micro_batches, row.message_bytes) for row in rows):
         way = f", {duration(float(f'{median(links[size]):.2g}'))} one way" if links[size] else ""
         print(f"\nN = {micro_batches}, messages of {size:,} bytes{way}")
@@ -268,7 +268,7 @@ def _print(rows: Sequence[Row], refused: Sequence[str], links: Mapping[int, Sequ
                 f"{row.ratio_with_messages:.3f}",
                 _milliseconds(row.overshoot_s),
             )
-        console.print(table, width=console.width if console.is_terminal else 100)
+        console.print(table)
     print(
         "Times in ms. plan: the critical path, messages free; / plan: the median step over it; / with messages: over\n"
         "that of a plan whose messages take the time that was measured. spread: longest less shortest step, over the\n"

@@ -111,8 +111,7 @@ def show(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> 
         table.add_column(head, justify="right" if column else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row))
-    console = Console(highlight=False)
-    console.print(table, width=console.width if console.is_terminal else 120)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def save(path: Path | None, found: Any) -> None:

@@ -94,7 +94,7 @@ def parametrized(rows):
         ranks = row["depth"] * row["width"]
         return pytest.param(row, id="-".join(map(str, row.values())), marks=pytest.mark.mpi(ranks))
 
-    return pytest.mark.parametrize("row", map(parameter, rows))
+    return pytest.mark.parametrize("row", [parameter(row) for row in rows])
 
 
 def case_of(

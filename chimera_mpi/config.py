@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import InputError
-from .schedule import STREAMS, Schedule, build, check, nearest
+from .schedule import STREAMS, Schedule, accumulated, build, check, nearest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,12 +46,13 @@ class Config(BaseModel):
     scheme: str = "1f1b"
     depth: Count = 1
     micro_batches: Count = Field(4, description="of a step of one pipeline group")
+    accumulate: Count = Field(1, description="times that a step does its micro-batches before it updates")
     sync: Literal["lazy", "eager", "eager_opt"] = "eager_opt"
     pairs: Count | None = Field(None, description="pairs of pipelines of chimera")
     concat: Literal["direct", "doubling", "halving"] | None = Field(None, description="how chimera joins its units")
     chunks: Count | None = Field(None, description="stages a worker of interleaved")
     waves: Count | None = Field(None, description="of hanayo")
-    partition: Literal["uniform", "parameters", "flops"] | tuple[Count, ...] = Field(
+    partition: Literal["uniform", "parameters", "flops", "measured"] | tuple[Count, ...] = Field(
         "uniform", description="what the stages share out evenly; or the layers that stages but the first begin with"
     )
     recompute: Literal["none", "stage", "layer"] | Count = Field(
@@ -74,7 +75,13 @@ class Config(BaseModel):
     weight_decay: float = Field(0.1, ge=0)
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
     clip: float | None = Field(1.0, gt=0, description="bound of the global gradient norm, or none")
-    precision: Literal["fp32", "bf16", "fp64"] = Field("fp32", description="bf16 keeps masters and sums in fp32")
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        "fp32", description="bf16 and fp16 keep masters and sums in fp32"
+    )
+    loss_scale: float = Field(
+        4096.0, gt=0, description="of fp16, at the start; an overflow skips the step and halves it"
+    )
+    bucket_bytes: Count = Field(4 << 20, description="of gradients that are summed over replicas together")
     seed: Number = 0
 
     # files and figures
@@ -142,7 +149,13 @@ def schedule_of(config: Config) -> Steps:
                 f"set micro_batches={config.depth}"
             )
         options["every"] = micro_batches
+    if config.accumulate > 1 and config.scheme in STREAMS:
+        raise InputError(
+            f"{config.scheme} has no flush to accumulate over: set micro_batches={micro_batches * config.accumulate}"
+        )
     schedule = build(config.scheme, config.depth, micro_batches * steps, sync=config.sync, **options)
+    if config.accumulate > 1:
+        schedule = accumulated(schedule, config.accumulate, config.sync)
     return Steps(check(schedule), steps)
 
 
@@ -155,8 +168,13 @@ def load(source: str, overrides: Iterable[str] = ()) -> Config:
     values = _read(source)
     if "mini_batch_size" in asked:  # one size follows from the other
         values.pop("micro_batch_size", None)
+    return checked({**values, **asked})
+
+
+def checked(values: Mapping[str, Any]) -> Config:
+    """The configuration of these keys. Raises InputError: one line with the key, the value and what it may be."""
     try:
-        return Config(**{**values, **asked})
+        return Config(**values)
     except ValidationError as error:
         raise InputError(_explain(error)) from None
 

@@ -1,11 +1,13 @@
-"""Train a model: build this rank's part of the pipeline, loop over steps, evaluate, log."""
+"""Train a model: plan a job, build this rank's part of it, loop over steps, evaluate, log."""
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from .runtime.grid import Comm, Grid, width_of
 from .runtime.mailbox import Delivery, Spec, Tensors
 from .runtime.optimizer import LearningRate, Recipe
 from .runtime.pipeline import Pipeline, Settings
+from .runtime.profile import layer_seconds
 from .runtime.stage import Recompute, trace
 from .runtime.waiting import Patience
 from .runtime.worker import Feed, MicroBatch, Sums, Targets
@@ -31,7 +34,8 @@ from .schedule import Schedule
 from .tasks import Task, task_of
 from .timeline import Span, breakdown
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+Read = Callable[[int, int], tuple[Tensors, Targets]]  # (step, number of the micro-batch) -> inputs, targets
 WARMUP_STEPS = 2  # in which torch and MPI set themselves up: not counted in means of time
 
 
@@ -46,7 +50,13 @@ class Job:
     task: Task
     sizes: tuple[int, ...]
     cuts: Cuts
-    imbalance: float  # of FLOPs: the busiest worker over the mean
+    imbalance: float  # the busiest worker over the mean, of `balanced`
+    balanced: str = "FLOPs"
+
+    def cut_by(self, seconds: Sequence[float]) -> Job:
+        """Cut so that the workers share out the layers' `seconds` evenly."""
+        cuts = cut_by(seconds, self.plan.schedule)
+        return replace(self, cuts=cuts, imbalance=imbalance(seconds, cuts, self.plan.schedule), balanced="seconds")
 
 
 def plan_job(config: Config, ranks: int) -> Job:
@@ -56,7 +66,14 @@ def plan_job(config: Config, ranks: int) -> Job:
     task = task_of(config)
     sizes = _sizes(config, width, plan.micro_batches)
     entering = (Spec((max(sizes), config.sequence_length), torch.int64),) * task.inputs
-    flops = trace(task.model, entering).flops
+    return job_of(config, width, plan, task, sizes, entering)
+
+
+def job_of(
+    config: Config, width: int, plan: Steps, task: Task, sizes: tuple[int, ...], entering: tuple[Spec, ...]
+) -> Job:
+    """`entering` are the tensors that enter layer 0 with the largest micro-batch. Raises InputError."""
+    flops = trace(task.model, entering, PRECISIONS[config.precision]).flops
     cuts = _cuts(config, task.model, plan.schedule, flops)
     return Job(config, width, plan, task, sizes, cuts, imbalance(flops, cuts, plan.schedule))
 
@@ -69,16 +86,17 @@ def _cuts(config: Config, model: Model, schedule: Schedule, flops: Sequence[floa
     if config.partition == "parameters":
         metas = (make_layer(model, index, seed=0, device="meta") for index in range(layers))
         return cut_by([sum(p.numel() for p in layer.parameters()) for layer in metas], schedule)
-    return uniform if config.partition == "uniform" else cut_at(config.partition, layers, stages)
+    return cut_at(config.partition, layers, stages) if isinstance(config.partition, tuple) else uniform
 
 
 def _sizes(config: Config, width: int, micro_batches: int) -> tuple[int, ...]:
-    even = width * config.micro_batches * config.micro_batch_size
+    even = width * config.micro_batches * config.accumulate * config.micro_batch_size
     if config.mini_batch_size is None:
         return even_sizes(even, width * micro_batches)
     if "micro_batch_size" in config.model_fields_set and config.mini_batch_size != even:
         raise InputError(
             f"mini_batch_size={config.mini_batch_size} is not {width} replicas x {config.micro_batches} micro-batches "
+            f"{f'x accumulate={config.accumulate} ' if config.accumulate > 1 else ''}"
             f"x micro_batch_size={config.micro_batch_size} = {even}: set one of the two sizes"
         )
     return even_sizes(config.mini_batch_size, width * micro_batches)
@@ -109,8 +127,97 @@ class StepReport(NamedTuple):
     peak_bytes: float
 
 
-class Trainer:
-    """One rank's loop. All ranks of `comm` build it with the same job; only rank 0 has a log and tells."""
+class Total(NamedTuple):
+    """What `Sums` add up to over all ranks."""
+
+    loss: float
+    targets: float
+    square_norm: float
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / max(self.targets, 1)
+
+    @property
+    def grad_norm(self) -> float:
+        return math.sqrt(self.square_norm)
+
+
+class Part:
+    """One rank's part of a job: its pipeline, and which micro-batches of a step are those of its pipeline group."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        job: Job,
+        entering: Callable[[int], Sequence[Spec]],
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """`entering(size)` are the tensors that enter layer 0 with a micro-batch of that size."""
+        self.grid, self.job, self.patience = grid, job, patience_of(grid, job.config)
+        self.largest = entering(max(job.sizes))
+        self.first = grid.replica * job.plan.micro_batches
+        self.pipeline = Pipeline(
+            grid,
+            job.plan.schedule,
+            job.task.model,
+            self._inputs(job.sizes, entering),
+            self._settings(),
+            steps=job.plan.steps,
+            clock=clock,
+        )
+
+    def _settings(self) -> Settings:
+        config = self.job.config
+        return Settings(
+            seed=config.seed,
+            dtype=PRECISIONS[config.precision],
+            recompute=recompute_of(config),
+            recipe=Recipe(config.optimizer, weight_decay=config.weight_decay, momentum=config.momentum),
+            clip=config.clip,
+            loss_scale=self._loss_scale() if config.precision == "fp16" else None,
+            bucket_bytes=config.bucket_bytes,
+            delivery=Delivery(
+                config.receives_ahead, config.message_limit_bytes, config.synchronous_sends, config.verify_messages
+            ),
+            patience=self.patience,
+            sharded=config.optimizer_sharding == "replicas",
+            cuts=tuple(self.job.cuts),
+        )
+
+    def _loss_scale(self) -> float:
+        """Large for the mean over the tokens [samples, tokens, ...] of a micro-batch, of which the loss is the sum."""
+        return self.job.config.loss_scale or 2**16 / math.prod(self.largest[0].shape[:2])
+
+    def expect(self, sizes: tuple[int, ...], entering: Callable[[int], Sequence[Spec]]) -> None:
+        """From the next step on micro-batches have these sizes and shapes."""
+        self.pipeline.expect(self._inputs(sizes, entering))
+
+    def _inputs(self, sizes: tuple[int, ...], entering: Callable[[int], Sequence[Spec]]) -> list[Sequence[Spec]]:
+        own = sizes[self.first : self.first + self.job.plan.micro_batches]
+        return [entering(size) for size in own * self.job.plan.steps]
+
+    def feed(self, read: Read, first_step: int) -> Feed:
+        """The micro-batches of this rank's group from `first_step` on; `read(step, number)` has those of all groups."""
+
+        def micro_batch(index: int) -> MicroBatch:
+            step, at = divmod(index, self.job.plan.micro_batches)
+            number = self.first + at
+            return MicroBatch(first_step + step, number, partial(read, first_step + step, number))
+
+        return micro_batch
+
+    def total(self, *sums: Sums) -> Total:
+        """What they add up to over all ranks, on all. Collective."""
+        mine = np.array([(each.loss, each.targets, each.square_norm) for each in sums]).sum(axis=0)
+        whole = np.empty_like(mine)
+        self.patience.wait(self.grid.world.Iallreduce(mine, whole))
+        return Total(*whole.tolist())
+
+
+class Run:
+    """The loop of the command line on one rank. All ranks of `comm` build it with the same job; only rank 0 has a
+    log and tells."""
 
     def __init__(
         self,
@@ -124,55 +231,33 @@ class Trainer:
         self.job, self.log, self.tell = job, log, tell
         config = job.config
         self.grid = Grid(comm, config.depth)
-        self.patience = self.grid.node.patience if config.spin_s is None else Patience(config.spin_s)
-        self.clock = aligned_clock(self.grid.world, self.patience)
-        self.batches = job.task.batches(corpus, job.sizes, config.seed)
-        self.validation = job.task.batches(validation, job.sizes, None)
-        self.micro_batches = job.plan.micro_batches
-        self.first = self.grid.replica * self.micro_batches
-        sizes = job.sizes[self.first : self.first + self.micro_batches] * job.plan.steps
-        inputs = [[Spec((size, config.sequence_length), torch.int64)] * job.task.inputs for size in sizes]
-        self.pipeline = Pipeline(
-            self.grid,
-            job.plan.schedule,
-            job.task.model,
-            inputs,
-            self._settings(),
-            steps=job.plan.steps,
-            clock=self.clock,
-        )
-        self.learning_rate = LearningRate(
-            config.learning_rate, config.minimum_learning_rate, config.warmup_steps, config.steps
-        )
+        self.clock = aligned_clock(self.grid.world, patience_of(self.grid, config))
+        self.part = Part(self.grid, job, self._entering, self.clock)
+        self.pipeline = self.part.pipeline
+        self.read = reader(job, corpus)
+        self.read_validation = partial(read_micro_batch, job.task.batches(validation, job.sizes, None))
+        self.learning_rate = learning_rate_of(config)
         # A backward does twice a forward's arithmetic.
-        self.flops = 3 * sum(self.pipeline.traces[0].flops) / inputs[0][0].shape[0] * sum(job.sizes)
+        self.flops = 3 * sum(self.pipeline.traces[0].flops) / job.sizes[self.part.first] * sum(job.sizes)
 
-    def _settings(self) -> Settings:
-        config = self.job.config
-        return Settings(
-            seed=config.seed,
-            dtype=PRECISIONS[config.precision],
-            recompute=recompute_of(config),
-            recipe=Recipe(config.optimizer, weight_decay=config.weight_decay, momentum=config.momentum),
-            clip=config.clip,
-            delivery=Delivery(
-                config.receives_ahead, config.message_limit_bytes, config.synchronous_sends, config.verify_messages
-            ),
-            patience=self.patience,
-            sharded=config.optimizer_sharding == "replicas",
-            cuts=tuple(self.job.cuts),
-        )
+    def _entering(self, size: int) -> Sequence[Spec]:
+        return [Spec((size, self.job.config.sequence_length), torch.int64)] * self.job.task.inputs
 
     def run(self) -> None:
         """All steps. Raises OpFailed where an op failed."""
         for first in range(0, self.job.config.steps, self.job.plan.steps):
             self._advance(range(first, first + self.job.plan.steps))
 
+    def close(self) -> None:
+        """Free what the ranks share. Collective."""
+        self.pipeline.close()
+        self.grid.close()
+
     def _advance(self, steps: range) -> None:
         """Carry out the schedule once, evaluate when it is time, log and tell."""
         config = self.job.config
         started = self.clock()
-        spans, sums = self.pipeline.run(self._feed(self.batches, steps[0]), steps[0], self.learning_rate)
+        spans, sums = self.pipeline.run(self.part.feed(self.read, steps[0]), steps[0], self.learning_rate)
         seconds = (self.clock() - started) / len(steps)
         rows = _step_reports(spans, sums, started)
         table = self._gather([number for row in rows for number in row])
@@ -186,32 +271,19 @@ class Trainer:
             for step, of_step in zip(steps, by_step, strict=True):
                 self._tell(step, seconds, of_step, evaluation if step == steps[-1] else None)
 
-    def evaluate(self, after_step: int) -> tuple[float, int] | None:
-        """On rank 0: the mean loss in nats over the first validation samples, and their number of tokens."""
-        total = Sums()
-        for first in range(0, self.job.config.eval_mini_batches, self.job.plan.steps):
-            sums = self.pipeline.evaluate(self._feed(self.validation, first), after_step)
-            total = Sums(total.loss + sums.loss, total.targets + sums.targets)
-        table = self._gather([total.loss, total.targets])
-        if table is None:
-            return None
-        loss, targets = table.sum(axis=0)
-        return loss / max(targets, 1), int(targets)
-
-    def _feed(self, batches: Any, first_step: int) -> Feed:
-        def micro_batch(index: int) -> MicroBatch:
-            step, at = divmod(index, self.micro_batches)
-            number = self.first + at
-            return MicroBatch(first_step + step, number, partial(read_micro_batch, batches, first_step + step, number))
-
-        return micro_batch
+    def evaluate(self, after_step: int) -> tuple[float, int]:
+        """The mean loss in nats over the first validation samples, and their number of tokens."""
+        firsts = range(0, self.job.config.eval_mini_batches, self.job.plan.steps)
+        feeds = (self.part.feed(self.read_validation, first) for first in firsts)
+        total = self.part.total(*(self.pipeline.evaluate(feed, after_step) for feed in feeds))
+        return total.mean_loss, int(total.targets)
 
     def _gather(self, row: list[float]) -> NDArray[np.float64] | None:
         """The rows of all ranks, on rank 0."""
         world = self.grid.world
         mine = np.array(row)
         table = np.empty((world.size, len(row))) if world.rank == 0 else None
-        self.patience.wait(world.Igather(mine, table))
+        self.part.patience.wait(world.Igather(mine, table))
         return table
 
     def _log_spans(self, step: int, spans: list[Span]) -> None:
@@ -228,14 +300,13 @@ class Trainer:
         self, step: int, seconds: float, table: NDArray[np.float64], evaluation: tuple[float, int] | None
     ) -> None:
         by_column = dict(zip(StepReport._fields, table.T, strict=True))
-        loss = by_column["loss"].sum() / max(by_column["targets"].sum(), 1)
-        grad_norm = float(np.sqrt(by_column["square_norm"].sum()))
+        total = Total(*(float(by_column[name].sum()) for name in Total._fields))
         samples = sum(self.job.sizes)
         if self.log is not None:
             row = StepRow(
                 step=step,
-                loss=loss,
-                grad_norm=grad_norm,
+                loss=total.mean_loss,
+                grad_norm=total.grad_norm,
                 learning_rate=self.learning_rate(step),
                 seconds=seconds,
                 samples=samples,
@@ -248,7 +319,26 @@ class Trainer:
             if evaluation:
                 self.log.evaluation(step, *evaluation)
         validation_loss = evaluation[0] if evaluation else None
-        self.tell(Progress(step, self.job.config.steps, loss, grad_norm, seconds, samples / seconds, validation_loss))
+        steps, per_s = self.job.config.steps, samples / seconds
+        self.tell(Progress(step, steps, total.mean_loss, total.grad_norm, seconds, per_s, validation_loss))
+
+
+def measured(comm: Comm, patience: Patience, job: Job, read: Read) -> Job:
+    """Where the partition is to be measured, the job cut by the layers' seconds on the first micro-batch, as rank 0
+    measures them; else the job as it is. Collective."""
+    if job.config.partition != "measured":
+        return job
+    seconds = np.zeros(len(job.task.model.layers))
+    if comm.rank == 0:
+        inputs, targets = read(0, 0)
+        seconds[:] = layer_seconds(job.task.model, inputs, targets, PRECISIONS[job.config.precision])
+    patience.wait(comm.Ibcast(seconds))
+    return job.cut_by(seconds.tolist())
+
+
+def reader(job: Job, corpus: Corpus) -> Read:
+    """The micro-batches to train on."""
+    return partial(read_micro_batch, job.task.batches(corpus, job.sizes, job.config.seed))
 
 
 def read_micro_batch(batches: Any, step: int, number: int) -> tuple[Tensors, Targets]:
@@ -259,6 +349,14 @@ def read_micro_batch(batches: Any, step: int, number: int) -> tuple[Tensors, Tar
 
 def _tensors(arrays: Any) -> Targets:
     return tuple(map(torch.from_numpy, arrays)) if isinstance(arrays, tuple) else torch.from_numpy(arrays)
+
+
+def patience_of(grid: Grid, config: Config) -> Patience:
+    return grid.node.patience if config.spin_s is None else Patience(config.spin_s)
+
+
+def learning_rate_of(config: Config) -> LearningRate:
+    return LearningRate(config.learning_rate, config.minimum_learning_rate, config.warmup_steps, config.steps)
 
 
 def recompute_of(config: Config) -> Recompute:

@@ -20,7 +20,7 @@ FLOORS = [
     {"predict", "models", "data", "config"},
     {"runlog", "runtime", "tasks"},
     {"train", "report"},
-    {"commands"},
+    {"commands", "trainer"},
     {"cli"},
     {"__main__", "__init__"},
 ]
@@ -30,7 +30,7 @@ NEIGHBOURS_ALLOWED = {("draw", "timeline")}
 HOMES = {
     "h5py": {"data", "runlog"},
     "mpi4py": {"runtime", "commands"},
-    "torch": {"models", "runtime", "train", "commands"},
+    "torch": {"models", "runtime", "train", "trainer", "commands"},
     "pydantic": {"config"},
 }
 

@@ -81,6 +81,18 @@ def test_the_log_is_that_of_one_process(folder, serial, scheme, depth, ranks, mi
     assert ((run.steps["bubble_ratio"] >= 0) & (run.steps["bubble_ratio"] < 1)).all()
 
 
+@pytest.mark.timeout(300)
+def test_sixteen_ranks_on_few_cores(folder):
+    """More ranks than cores: the same losses as one process, whatever the oversubscription."""
+    deep = ("layers=14", "sequence_length=8", "mini_batch_size=16", "steps=2", "optimizer_sharding=replicas")
+    for log, ranks, scheme in (("alone.h5", 1, "gpipe"), ("sixteen.h5", 16, "chimera")):
+        done = train(ranks, folder, log, *deep, f"scheme={scheme}", f"depth={ranks}", "micro_batches=16", timeout_s=140)
+        assert done.returncode == 0, done.stderr
+    alone, sixteen = read_run(folder / "alone.h5"), read_run(folder / "sixteen.h5")
+    np.testing.assert_allclose(sixteen.steps["loss"], alone.steps["loss"], rtol=1e-9)
+    np.testing.assert_allclose(sixteen.steps["grad_norm"], alone.steps["grad_norm"], rtol=1e-9)
+
+
 def test_the_spans_are_those_of_the_schedule(folder, serial):
     run = read_run(folder / "chimera-4-4.h5")
     schedule = report.plan_of(run).schedule
@@ -294,3 +306,21 @@ def test_the_doctor_examines_the_machine(folder):
     for what in ("MPI ", "thread level", "largest tag", "cores", "HDF5 locking", "ring of 1 MiB", "all-reduce"):
         assert what in done.stdout
     assert "error" not in done.stdout
+
+
+def test_a_measured_partition_shares_out_seconds():
+    job = plan_job(load("gpt-tiny", ["scheme=chimera", "depth=2", "partition=measured"]), 2)
+    seconds = [1.0] * len(job.task.model.layers)
+    seconds[-1] = 3.0
+    measured = job.cut_by(seconds)
+    # Chimera's workers hold both stages: whatever the cut, they have the same to do.
+    assert measured.imbalance == 1 and measured.balanced == "seconds"
+    job = plan_job(load("gpt-tiny", ["scheme=1f1b", "depth=2", "partition=measured"]), 2)
+    assert [len(cut) for cut in job.cut_by(seconds).cuts] == [6, 4]
+
+
+def test_accumulation_multiplies_the_mini_batch():
+    job = plan_job(load("gpt-tiny", ["scheme=chimera", "depth=2", "micro_batches=4", "accumulate=3"]), 4)
+    assert len(job.sizes) == 2 * 4 * 3 and job.plan.schedule.updates == 1
+    with pytest.raises(InputError, match=r"pipedream has no flush.*micro_batches=12"):
+        plan_job(load("gpt-tiny", ["scheme=pipedream", "depth=2", "micro_batches=4", "accumulate=3"]), 2)

@@ -1,4 +1,4 @@
-"""The MPI job around a command: all ranks start together, agree on what is wrong, and end together."""
+"""The MPI job around a command: all ranks start together and end together."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import InputError
-
-T = TypeVar("T")
 
 # What launchers tell a process of the number of its like, and what to try when MPI sees only one.
 SRUN = "srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI (srun --mpi=list shows both)"
@@ -60,19 +58,6 @@ def _end(world: Any, code: int, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     time.sleep(0.3)  # launchers drop what a rank wrote just before it aborts
     world.Abort(code)
-
-
-def agree(world: Any, act: Callable[[], T]) -> T:
-    """What `act` returns on this rank, if it raises InputError on none; else the first such error, on all."""
-    result, error = None, None
-    try:
-        result = act()
-    except InputError as refused:
-        error = str(refused)
-    errors = [text for text in world.allgather(error) if text is not None]
-    if errors:
-        raise InputError(errors[0])
-    return result  # type: ignore[return-value]
 
 
 def set_threads(asked: int | None, share: int) -> int:

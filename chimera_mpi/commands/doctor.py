@@ -137,10 +137,10 @@ def _random_corpus(config: Config, task: Task) -> Corpus:
 
 def _parity(world: Any, overrides: list[str]) -> int:
     from ..config import load
+    from ..runtime.agreement import agree
     from ..runtime.parity import parity
     from ..runtime.pipeline import Settings
     from ..train import plan_job, read_micro_batch, recompute_of
-    from ._ranks import agree
 
     small = ["layers=12", "hidden=32", "heads=4", "positions=16", "sequence_length=16", "micro_batch_size=2"]
     config = agree(world, lambda: load("gpt-tiny", [*small, *overrides]))

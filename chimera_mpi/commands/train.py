@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InputError
 from ..predict import weight_versions
-from ._ranks import agree, ending_together, refuse_singletons, set_threads
+from ._ranks import ending_together, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
     from ..runlog import RunLog
@@ -54,9 +54,10 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     from ..config import DEFAULT_DATA, load
     from ..data import open_corpus
     from ..runlog import read_run
+    from ..runtime.agreement import agree
     from ..runtime.grid import find_node
     from ..tasks import check_vocabulary
-    from ..train import Trainer, plan_job
+    from ..train import Run, measured, plan_job, reader
 
     config = agree(world, lambda: load(args.source, args.overrides))
     job = agree(world, lambda: plan_job(config, world.size))
@@ -67,14 +68,17 @@ def _train(world: Any, args: argparse.Namespace) -> int:
         world, lambda: [open_corpus(data, part, config.sequence_length) for part in ("train", "validation")]
     )
     agree(world, lambda: check_vocabulary(job.task, corpus))
-    threads = set_threads(config.threads, find_node(world).threads)
+    node = find_node(world)
+    threads = set_threads(config.threads, node.threads)
+    job = measured(world, node.patience, job, reader(job, corpus))
     facts = _facts(world, threads)
     log = agree(world, on_rank_0(lambda: _create_log(job, validation, world.size, facts)))
-    trainer = Trainer(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody)
+    run = Run(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody)
     if world.rank == 0:
-        print(_opening(job, world.size, threads, str(trainer.patience)), flush=True)
+        print(_opening(job, world.size, threads, str(run.part.patience)), flush=True)
     with log or nullcontext():
-        trainer.run()
+        run.run()
+    run.close()
     if log is not None:
         print("\n".join(["", *report.summary(read_run(log.path)), f"log         {log.path}"]), flush=True)
     return 0
@@ -145,7 +149,7 @@ def _opening(job: Job, ranks: int, threads: int, patience: str) -> str:
         f"{threads} thread{'s' * (threads > 1)} each, {patience}; "
         f"{sum(job.sizes)} samples a step in {len(job.sizes)} micro-batches\n"
         f"stages of {', '.join(str(len(cut)) for cut in job.cuts)} layers; "
-        f"the busiest worker has {job.imbalance:.2f} times the mean FLOPs{_staleness(job)}"
+        f"the busiest worker has {job.imbalance:.2f} times the mean {job.balanced}{_staleness(job)}"
     )
 
 

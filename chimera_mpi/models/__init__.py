@@ -4,7 +4,7 @@ from .bert import BERT, bert, pretraining_loss
 from .gpt import GPT, gpt
 from .huggingface import from_huggingface, from_huggingface_config, to_huggingface, to_huggingface_config
 from .layers import IGNORED, LayerFactory, Loss, Model, cross_entropy, keyed_seed, make_layer, parameter_count
-from .user import as_model, user_model
+from .user import as_model, named_layers, user_model
 
 __all__ = [
     "BERT",
@@ -21,6 +21,7 @@ __all__ = [
     "gpt",
     "keyed_seed",
     "make_layer",
+    "named_layers",
     "parameter_count",
     "pretraining_loss",
     "to_huggingface",

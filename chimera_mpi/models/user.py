@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,21 +43,33 @@ def user_model(path: str, seed: int = 0) -> Model:
     return as_model(built, f"model={path}")
 
 
-def as_model(built: Any, origin: str = "the model") -> Model:
+def as_model(built: Any, origin: str = "the model", loss: Any = None) -> Model:
     """A `Model` of what a user built: see `user_model`. `origin` names it in errors, which are `InputError`.
+
+    With a `loss`, `built` is the layers alone, or a `Model` whose own loss gives way.
 
     The layers of the model are copies, each with the weights, buffers and frozen parameters that were built. A
     parameter that two of the given modules share is tied. Two layers that are one module share all parameters.
     """
     if isinstance(built, Model):
-        return built
-    layers, loss = _layers_and_loss(built)
+        return built if loss is None else replace(built, loss=_checked(loss, origin))
+    layers, loss = _layers_and_loss(built) if loss is None else (built, loss)
     modules = _modules(layers, origin)
     return Model(
         layers=tuple(partial(_copy, module) for module in modules),
         loss=cross_entropy if loss is None else _checked(loss, origin),
         tied=_shared(modules),
     )
+
+
+def named_layers(built: Any, origin: str = "the model", loss: Any = None) -> dict[str, nn.Module]:
+    """The modules that `as_model` copies, by their names in the nn.Sequential that they are or would make."""
+    layers = _layers_and_loss(built)[0] if loss is None else built
+    modules = _modules(layers, origin)
+    if not isinstance(layers, nn.Sequential):
+        return {str(index): module for index, module in enumerate(modules)}
+    names = [name for name, _ in layers.named_modules(remove_duplicate=False) if name and "." not in name]
+    return dict(zip(names, modules, strict=True))
 
 
 # ---- finding it --------------------------------------------------------------------------------------------------

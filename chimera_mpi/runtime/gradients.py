@@ -3,112 +3,87 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import nn
 
 from ..schedule import Place, Schedule
-from .grid import Grid, holders
+from .grid import Comm, Grid, Nearby, free_shared_bytes, holders
+from .reduction import Layout, SharedMemory, Sum, by_messages, in_shared_memory
 from .stage import Stage
 from .waiting import Patience
+
+BUCKET_BYTES = 4 << 20
+SHARED_FROM_BYTES = 1 << 16  # of a stage's gradients: smaller ones travel as fast in messages
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that the same ranks sum, in one buffer whose pieces are the parameters' `.grad`.
+    """Gradients that are summed together, in one buffer whose pieces are the parameters' `.grad`.
 
-    `parameters` are those of each copy of a stage on this worker that adds to it. It is reduced once the copies in
-    `after` are ready, and begins anew from zero once all have used it.
+    `parameters` are those of each copy of a stage on this worker that adds to it. The sum starts once the copies in
+    `after` are ready, and the buffer begins anew from zero once all have used it.
     """
 
-    flat: torch.Tensor  # the gradients, and behind them the count or padding
-    count: torch.Tensor  # of targets, in one element; empty where another bucket of the stage has it
+    sum: Sum
     parameters: dict[Place, list[nn.Parameter]]  # in the order of the buffer, the same ones at each place
-    comm: MPI.Comm
+    comm: Comm
     after: set[Place]
     ready: set[Place] = field(default_factory=set)
     used: set[Place] = field(default_factory=set)
-    averaged: bool = False
-    requests: list[MPI.Request] = field(default_factory=list)
-
-    @property
-    def size(self) -> int:
-        return sum(p.numel() for p in next(iter(self.parameters.values())))
+    divided: bool = False
 
     @property
     def mine(self) -> torch.Tensor:
         """The summed gradients that this rank has a use for."""
-        return self.flat[: self.size]
+        return self.sum.mine
 
     @property
     def answers(self) -> bool:
         """Whether this rank adds the squares of what is `mine` to the norm of the model."""
-        return self.comm.rank == 0
+        return self.sum.is_share or self.comm.rank == 0
 
-    def start(self, place: Place) -> None:
+    def is_ready(self, place: Place) -> bool:
+        """Note that `place` is; whether this was the last one."""
+        news = place not in self.ready
         self.ready.add(place)
-        if self.ready == self.after:
-            self.ready.clear()
-            if self.comm.size > 1:
-                self.requests = self.reduce()
+        return news and self.ready == self.after
 
-    def reduce(self) -> list[MPI.Request]:
-        return [self.comm.Iallreduce(MPI.IN_PLACE, self.flat.numpy(), MPI.SUM)]
-
-    def average(self, targets: float) -> float:
-        """Divide by the number of targets; the sum of squares for which this rank answers."""
-        if self.averaged:
+    def divide(self, by: float) -> float:
+        """Make sums means; the sum of squares for which this rank answers."""
+        if self.divided:
             return 0.0
-        self.averaged = True
-        self.mine.div_(max(targets, 1.0))
-        return self.mine.double().square().sum().item() if self.answers else 0.0
+        self.divided = True
+        self.mine.div_(by)
+        return sum_of_squares(self.mine) if self.answers else 0.0
 
     def release(self, place: Place) -> None:
         self.used.add(place)
         if self.used == set(self.parameters):
             self.used.clear()
-            self.averaged = False
-            self.flat.zero_()
-            self.count.zero_()
-
-
-class ShardedBucket(Bucket):
-    """A bucket of which each rank gets the sum of its share only (ZeRO, Rajbhandari et al. 2020).
-
-    The buffer is padded to equal shares; the sum of this rank's arrives at its beginning.
-    """
-
-    @property
-    def mine(self) -> torch.Tensor:
-        return self.flat[: len(self.flat) // self.comm.size]
-
-    @property
-    def answers(self) -> bool:
-        return True
-
-    def reduce(self) -> list[MPI.Request]:
-        return [
-            self.comm.Ireduce_scatter_block(MPI.IN_PLACE, self.flat.numpy(), MPI.SUM),
-            self.comm.Iallreduce(MPI.IN_PLACE, self.count.numpy(), MPI.SUM),
-        ]
+            self.ready.clear()
+            self.divided = False
+            self.sum.flat.zero_()
+            self.sum.count.zero_()
 
 
 class Gradients:
     """All gradients of one worker.
 
-    Each stage has a bucket, shared by its copies on this worker, that ends in the number of target tokens:
-    losses are sums, their gradients are summed over micro-batches and replicas, and divided once, by the
-    count that rode with them. Tied parameters have a bucket of their own, summed over all that hold one of
-    the tied stages.
+    Each stage has buckets, shared by its copies on this worker and filled from its last parameters to its first.
+    Losses are sums: their gradients are summed over micro-batches and replicas, and divided once, by the number
+    of target tokens, which rides in the first bucket. Tied parameters have a bucket of their own, summed over all
+    that hold one of the tied stages.
 
-    Ranks that share buckets start to reduce them in one order: workers are through with later stages first, and a
-    tied parameter counts as of the earliest stage that has it, whichever stages a rank holds.
+    Ranks that share buckets start their sums in one order: workers are through with later stages first, and a tied
+    parameter counts as of the earliest stage that has it, whichever stages a rank holds.
     """
 
     def __init__(
@@ -118,67 +93,110 @@ class Gradients:
         stages: Mapping[Place, Stage],
         ties: Sequence[Tie],
         patience: Patience,
+        *,
         sharded: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        shared_from_bytes: float = SHARED_FROM_BYTES,
     ):
         """With `sharded` each replica of a stage has the sums of a share of its gradients; of tied ones, of all."""
-        self.patience = patience
+        self.grid, self.patience, self.stages = grid, patience, stages
         self._pieces: dict[nn.Parameter, torch.Tensor] = {}
-        self._own: dict[Place, Bucket] = {}
         self._of_place: dict[Place, list[Bucket]] = {place: [] for place in stages}
+        self._under_way: list[Sum] = []
+        self._memories: list[SharedMemory] = []
         self._started_by: dict[Place, list[Bucket]] = {place: [] for place in stages}
         ties = sorted(ties, key=lambda tie: -min(tie.stages))
         copies = [find_copies(tie, stages) for tie in ties]
-        tied = {id(parameter) for tie in copies for parameters in tie.values() for parameter in parameters}
+        self._tied = {id(parameter) for tie in copies for parameters in tie.values() for parameter in parameters}
+        self._shared_from_bytes = shared_from_bytes
         for stage in sorted({stage for _, stage in stages}, reverse=True):
-            own = {
-                place: [p for p in trainable(module) if id(p) not in tied]
-                for place, module in stages.items()
-                if place[1] == stage
-            }
-            comm = grid.replicas(holders(schedule, [stage]))
-            kind = ShardedBucket if sharded and comm.size > 1 else Bucket
-            self._own.update(dict.fromkeys(own, self._add(kind, own, comm, set(own), counted=True)))
+            own = {place: self._own(place) for place in stages if place[1] == stage}
+            runs = bucket_runs(next(iter(own.values())), bucket_bytes)
+            parameters = [{place: mine[run] for place, mine in own.items()} for run in runs]
+            self._add(parameters, set(own), grid.replicas(holders(schedule, [stage])), sharded, counted=True)
+        self._own_buckets = {place: tuple(buckets) for place, buckets in self._of_place.items()}
+        self._bucket_of = {
+            place: [at for at, b in reversed([*enumerate(buckets)]) for _ in b.parameters[place]]
+            for place, buckets in self._own_buckets.items()
+        }
         for tie, here in zip(ties, copies, strict=True):
             if here:
                 after = {place for place in stages if place[1] >= min(tie.stages)}
-                self._add(Bucket, here, grid.replicas(holders(schedule, tie.stages)), after, counted=False)
+                self._add([here], after, grid.replicas(holders(schedule, tie.stages)), sharded=False, counted=False)
+
+    def close(self) -> None:
+        """Collective. The gradients must not be used any more."""
+        for memory in self._memories:
+            memory.close()
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Where the gradient of a parameter adds up; None for one that is frozen."""
         return self._pieces.get(parameter)
 
-    def bucket(self, place: Place) -> Bucket:
-        """That of the stage's own parameters, without tied ones."""
-        return self._own[place]
+    def buckets(self, place: Place) -> tuple[Bucket, ...]:
+        """Those of the stage's own parameters, without tied ones."""
+        return self._own_buckets[place]
 
     def count(self, place: Place, targets: torch.Tensor) -> None:
-        """Add a micro-batch's number of target tokens to those whose gradients `place` has summed."""
-        self._own[place].count += targets
+        """Add a micro-batch's number of target tokens to those whose gradients `place` sums."""
+        self._own_buckets[place][0].sum.count += targets
+
+    @contextmanager
+    def filling(self, place: Place) -> Iterator[None]:
+        """Around the op that makes the last gradients of `place`: start each bucket as soon as it is full.
+
+        They start in one order, whatever fills first, so that all replicas start them alike.
+        """
+        buckets, bucket_of = self._own_buckets[place], self._bucket_of[place]
+        missing = Counter(bucket_of)
+        pending = list(reversed(range(len(buckets))))
+
+        def fill(at: int, parameter: torch.Tensor) -> None:
+            missing[at] -= 1
+            while pending and not missing[pending[-1]]:
+                self._start(buckets[pending.pop()], place)
+            self.poke()
+
+        whole_at_once = self.stages[place].in_one_layer()
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(fill, at))
+            for parameter, at in zip(self._own(place), bucket_of, strict=True)
+            if parameter in whole_at_once
+        ]
+        yield
+        for hook in hooks:
+            hook.remove()
 
     def start(self, place: Place) -> None:
-        """The gradients of `place` are whole: start their all-reduce."""
+        """The gradients of `place` are whole: start what has not started of its all-reduce."""
         for bucket in self._started_by[place]:
-            bucket.start(place)
+            self._start(bucket, place)
 
     def poke(self) -> None:
-        """Drive the progress of the all-reduces under way."""
-        for buckets in self._of_place.values():
-            for bucket in buckets:
-                MPI.Request.Testall(bucket.requests)
+        """Drive the sums under way, in the order in which they were started."""
+        left = []
+        for at, under_way in enumerate(self._under_way):
+            if not under_way.drive():
+                left.append(under_way)
+            if not under_way.in_order:
+                left += self._under_way[at + 1 :]
+                break
+        self._under_way = left
 
-    def settle(self, place: Place) -> float:
+    def settle(self, place: Place, loss_scale: float = 1.0) -> float:
         """Wait for the sums over all replicas, and make them means over the target tokens of the mini-batch.
 
         Returns the sum of their squares, of those for which this rank answers: over all places of all
         ranks every parameter of the model is in it once.
         """
-        self.patience.wait(*(request for bucket in self._of_place[place] for request in bucket.requests))
-        targets = self._own[place].count.item()
-        return math.fsum(bucket.average(targets) for bucket in self._of_place[place])
+        awaited = [bucket.sum for bucket in self._of_place[place]]
+        self.patience.until(lambda: not self._is_under_way(awaited))
+        targets = self._own_buckets[place][0].sum.count.item()
+        return math.fsum(bucket.divide(max(targets, 1.0) * loss_scale) for bucket in self._of_place[place])
 
     def settled(self, place: Place) -> bool:
         """Whether `settle` has been called since the last `release`."""
-        return self._own[place].averaged
+        return self._own_buckets[place][0].divided
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -190,33 +208,89 @@ class Gradients:
         for bucket in self._of_place[place]:
             bucket.release(place)
 
+    def _own(self, place: Place) -> list[nn.Parameter]:
+        """The parameters that the stage now has, without frozen and tied ones."""
+        return [p for p in trainable(self.stages[place]) if id(p) not in self._tied]
+
+    def _start(self, bucket: Bucket, place: Place) -> None:
+        if bucket.is_ready(place):
+            bucket.sum.start()
+            self._under_way.append(bucket.sum)
+
+    def _is_under_way(self, sums: Sequence[Sum]) -> bool:
+        self.poke()
+        return any(one is other for one in sums for other in self._under_way)
+
     def _add(
         self,
-        kind: type[Bucket],
-        parameters: dict[Place, list[nn.Parameter]],
-        comm: MPI.Comm,
+        parameters: list[dict[Place, list[nn.Parameter]]],
         after: set[Place],
+        comm: Comm,
+        sharded: bool,
         counted: bool,
-    ) -> Bucket:
-        """A bucket whose pieces are the gradients of the parameters, which are the same ones at each place."""
-        first = next(iter(parameters.values()))
-        size = sum(p.numel() for p in first)
-        dtype = accumulated_in(first[0].dtype) if first else torch.float64
-        if kind is ShardedBucket:
-            flat, count = torch.zeros(-(-size // comm.size) * comm.size, dtype=dtype), torch.zeros(1, dtype=dtype)
-            bucket: Bucket = ShardedBucket(flat, count, parameters, comm, after)
-        else:
-            flat = torch.zeros(size + counted, dtype=dtype)
-            bucket = Bucket(flat, flat[size:], parameters, comm, after)
-        for same in parameters.values():
-            for p, piece in zip(same, flat[:size].split([p.numel() for p in same]), strict=True):
-                self._pieces[p] = piece.view_as(p)
-                bind(p, self._pieces[p])
-        for place in parameters:
-            self._of_place[place].append(bucket)
-        for place in after:
-            self._started_by[place].append(bucket)
-        return bucket
+    ) -> None:
+        """Buckets whose pieces are the gradients of the parameters, which are the same ones at each place.
+
+        The first of them has the count, if there is one.
+        """
+        firsts = [next(iter(of_bucket.values())) for of_bucket in parameters]
+        layouts = [
+            Layout(sum(p.numel() for p in first), counted and first is firsts[0], summed_in(first)) for first in firsts
+        ]
+        for of_bucket, first, of_rank in zip(parameters, firsts, self._sums(comm, layouts, sharded), strict=True):
+            sizes = [p.numel() for p in first]
+            bucket = Bucket(of_rank, of_bucket, comm, after)
+            for place in after:
+                self._started_by[place].append(bucket)
+            for place, same in of_bucket.items():
+                self._of_place[place].append(bucket)
+                for p, piece in zip(same, of_rank.flat[: sum(sizes)].split(sizes), strict=True):
+                    self._pieces[p] = piece.view_as(p)
+                    bind(p, self._pieces[p])
+
+    def _sums(self, comm: Comm, layouts: Sequence[Layout], sharded: bool) -> list[Sum]:
+        """In shared memory where replicas share a node and it pays, else by messages. Collective over `comm`."""
+        nearby = self._nearby(comm, sum(layout.size * layout.dtype.itemsize for layout in layouts))
+        if nearby is None or (sharded and nearby.rail.size > 1):
+            return by_messages(comm, layouts, sharded)
+        memory, sums = in_shared_memory(nearby, layouts, sharded)
+        self._memories.append(memory)
+        return sums
+
+    def _nearby(self, comm: Comm, nbytes: int) -> Nearby | None:
+        """Those with whom to share `nbytes` of memory, if it pays and there is room for all ranks of the node."""
+        if comm.size == 1 or nbytes < self._shared_from_bytes:
+            return None
+        nearby = self.grid.nearby(comm)
+        if nearby is None or nearby.node.size == 1:
+            return None
+        mine = sum(p.numel() * accumulated_in(p.dtype).itemsize for s in self.stages.values() for p in trainable(s))
+        has_room = mine * self.grid.node.ranks < 0.8 * free_shared_bytes()
+        return nearby if comm.allreduce(has_room, MPI.LAND) else None
+
+
+def bucket_runs(parameters: Sequence[nn.Parameter], limit_bytes: int) -> list[slice]:
+    """Runs of parameters of at most `limit_bytes` of gradients, or of one parameter, the last run first."""
+    ends, nbytes = [len(parameters)], 0
+    for at in reversed(range(len(parameters))):
+        size = parameters[at].numel() * accumulated_in(parameters[at].dtype).itemsize
+        if nbytes and nbytes + size > limit_bytes:
+            ends.append(at + 1)
+            nbytes = 0
+        nbytes += size
+    return [slice(start, end) for end, start in zip(ends, [*ends[1:], 0], strict=True)]
+
+
+def sum_of_squares(flat: torch.Tensor, row: int = 1024) -> float:
+    """Row by row in the dtype of `flat`, the rows in double: to 1e-6 of singles, at a hundredth of the time that double
+    takes throughout."""
+    whole = len(flat) // row * row
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1).double().square().sum()
+    return (rows + flat[whole:].double().square().sum()).item()
+
+
+def summed_in(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    return accumulated_in(parameters[0].dtype) if parameters else torch.float64
 
 
 def accumulated_in(dtype: torch.dtype) -> torch.dtype:
@@ -236,19 +310,6 @@ def _pour(piece: torch.Tensor, parameter: torch.Tensor) -> None:
     if parameter.grad is not None:
         piece.add_(parameter.grad)
         parameter.grad = None
-
-
-class Clip:
-    """Clips gradients by their norm over the whole model."""
-
-    def __init__(self, world: MPI.Comm, limit: float, patience: Patience):
-        self.world, self.limit, self.patience = world, limit, patience
-
-    def factor(self, squares: float) -> float:
-        """What to multiply all gradients by. `squares` is this rank's share; collective over all ranks."""
-        total = np.array([squares])
-        self.patience.wait(self.world.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
-        return min(1.0, self.limit / (math.sqrt(total[0]) + 1e-6))
 
 
 class Tie(NamedTuple):

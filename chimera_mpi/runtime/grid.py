@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from mpi4py import MPI
 
@@ -35,24 +35,59 @@ class Grid:
         self.replica, self.worker = divmod(comm.rank, depth)
         self.pipeline = self.world.Split(self.replica, self.worker)
         self.node = find_node(self.world)
-        self._groups: dict[tuple[int, ...], MPI.Comm] = {}
+        self._groups: dict[tuple[int, ...], Comm] = {}
+        self._nearby: dict[int, Nearby | None] = {}
 
-    def replicas(self, workers: Iterable[int]) -> MPI.Comm:
+    def replicas(self, workers: Iterable[int]) -> Comm:
         """The communicator of these workers of all pipeline groups. Collective over them, in one order on all."""
         ranks = tuple(sorted(group * self.depth + worker for group in range(self.width) for worker in set(workers)))
         if ranks not in self._groups:
             self._groups[ranks] = self.world.Create_group(self.world.group.Incl(ranks))
         return self._groups[ranks]
 
+    def nearby(self, comm: Comm) -> Nearby | None:
+        """How the ranks of one of this grid's communicators lie on nodes, equally many on each; None where they
+        do not. Collective over `comm`."""
+        if comm.handle not in self._nearby:
+            node = self.together(comm)
+            if comm.allreduce(node.size, MPI.MIN) == comm.allreduce(node.size, MPI.MAX):
+                self._nearby[comm.handle] = Nearby(node, cast(Comm, comm.Split(node.rank, comm.rank)))
+            else:
+                self._nearby[comm.handle] = None
+                node.Free()
+        return self._nearby[comm.handle]
+
+    def together(self, comm: Comm) -> Comm:
+        """Those of `comm` that share this rank's memory."""
+        return cast(Comm, comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank))
+
     def close(self) -> None:
-        for comm in (*self._groups.values(), self.pipeline, self.world):
+        near = [comm for nearby in self._nearby.values() if nearby for comm in nearby]
+        for comm in (*near, *self._groups.values(), self.pipeline, self.world):
             comm.Free()
         self._groups.clear()
+        self._nearby.clear()
 
 
 def holders(schedule: Schedule, stages: Iterable[int]) -> set[int]:
     """The workers that hold a copy of any of `stages`."""
     return {pipe[stage] for pipe in schedule.pipes for stage in stages}
+
+
+class Nearby(NamedTuple):
+    """Of a communicator: the ranks on this node, and those of the same number on all nodes."""
+
+    node: Comm
+    rail: Comm
+
+
+def free_shared_bytes() -> float:
+    """Of the file system that MPI libraries take shared memory from."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return float("inf")
+    return found.f_bavail * found.f_frsize
 
 
 class Node(NamedTuple):

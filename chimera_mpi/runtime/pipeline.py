@@ -13,11 +13,12 @@ from ..models import Model, make_layer
 from ..predict.partition import cut_uniformly
 from ..schedule import Schedule, forward_only
 from ..timeline import Span
-from .gradients import Clip, Gradients, ties_across
+from .gradients import BUCKET_BYTES, SHARED_FROM_BYTES, Gradients, ties_across
 from .grid import Grid, holders
-from .mailbox import Delivery, Mailbox, Spec
+from .mailbox import Delivery, Mailbox, Spec, pieces
+from .norm import GlobalNorm, LossScale
 from .optimizer import Recipe
-from .stage import Boundaries, Recompute, Stage, digest, trace
+from .stage import Boundaries, Recompute, Stage, Trace, digest, trace
 from .waiting import Patience
 from .weights import weights_of
 from .worker import Evaluator, Feed, Sums, Worker
@@ -32,6 +33,9 @@ class Settings:
     recipe: Recipe = Recipe()
     recompute: Recompute = Recompute()
     clip: float | None = None
+    loss_scale: float | None = None  # at the start; dynamic, for fp16
+    bucket_bytes: int = BUCKET_BYTES  # of gradients that are reduced together
+    shared_from_bytes: float = SHARED_FROM_BYTES  # of a stage's gradients: from there on in memory that nodes share
     delivery: Delivery = Delivery()
     patience: Patience | None = None
     sharded: bool = False  # each replica of a stage has a share of the optimizer's state
@@ -57,7 +61,8 @@ class Pipeline:
         self.schedule, self.model = schedule, model
         self.grid, self.patience = grid, settings.patience or grid.node.patience
         self.cuts = list(settings.cuts or cut_uniformly(len(model.layers), schedule.stages))
-        self.traces = [trace(model, tuple(specs), settings.dtype) for specs in inputs]
+        self.dtype = settings.dtype
+        self.traces = self._traces(inputs)
         self.stages = {
             place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype)
             for place in schedule.places(self.grid.worker)
@@ -70,7 +75,20 @@ class Pipeline:
             )
         if settings.sharded:
             _check_sharding(schedule, settings.recipe)
-        gradients = Gradients(self.grid, schedule, self.stages, ties, self.patience, settings.sharded)
+        if settings.loss_scale and schedule.updates > 1:
+            raise InputError(
+                f"{schedule.scheme} updates stage by stage, and skipping an overflow of fp16 needs all: take bf16"
+            )
+        gradients = Gradients(
+            self.grid,
+            schedule,
+            self.stages,
+            ties,
+            self.patience,
+            sharded=settings.sharded,
+            bucket_bytes=settings.bucket_bytes,
+            shared_from_bytes=settings.shared_from_bytes,
+        )
         self.worker = Worker(
             schedule,
             self.stages,
@@ -82,12 +100,18 @@ class Pipeline:
                 for place, stage in self.stages.items()
             },
             recompute=settings.recompute,
-            clip=Clip(self.grid.world, settings.clip, self.patience) if settings.clip else None,
+            norm=self._norm(settings),
             steps=steps,
             clock=clock,
         )
         forwards = forward_only(schedule)
         self.evaluator = Evaluator(forwards, self.stages, model.loss, self._mailbox(forwards, settings))
+
+    def expect(self, inputs: Sequence[Sequence[Spec]]) -> None:
+        """From the next step on micro-batches have these shapes; `inputs` are as those of the constructor."""
+        self.traces = self._traces(inputs)
+        for mailbox in (self.worker.mailbox, self.evaluator.mailbox):
+            mailbox.spec = Boundaries(mailbox.schedule, self.cuts, self.traces)
 
     def run(self, feed: Feed, first_step: int, learning_rate: Callable[[int], float]) -> tuple[list[Span], list[Sums]]:
         """Train for the steps of the schedule. Returns this worker's spans, and its part of each step's sums."""
@@ -107,6 +131,53 @@ class Pipeline:
                 differing.append(str(stage))
         if differing:
             raise RuntimeError(f"the replicas of stage {', '.join(differing)} differ")
+
+    def close(self) -> None:
+        """Give back the memory that replicas share. Collective."""
+        self.worker.gradients.close()
+
+    def _norm(self, settings: Settings) -> GlobalNorm | None:
+        if not (settings.clip or settings.loss_scale):
+            return None
+        scale = LossScale(settings.loss_scale) if settings.loss_scale else None
+        return GlobalNorm(self.grid.world, self.patience, settings.clip, scale)
+
+    def layers(self) -> list[dict[str, torch.Tensor]] | None:
+        """On rank 0 the parameters and buffers of all layers, by name, in memory of their own. Collective.
+
+        They are those of the first pipeline of the first group.
+        """
+        rank, found = self.grid.world.rank, []
+        for stage, layers in enumerate(self.cuts):
+            holder = self.schedule.pipes[0][stage]
+            for index in layers:
+                if rank == holder == 0:
+                    state = self.stages[0, stage].layer(index).state_dict()
+                    found.append({name: tensor.clone() for name, tensor in state.items()})
+                elif rank == holder:
+                    self._give(self.stages[0, stage].layer(index))
+                elif rank == 0:
+                    found.append(self._take(index, holder))
+        return found if rank == 0 else None
+
+    def _give(self, layer: torch.nn.Module) -> None:
+        for tensor in layer.state_dict().values():
+            whole = tensor.contiguous()
+            self.patience.wait(*(self.grid.world.Isend(piece, 0) for piece in pieces(whole, self._limit_bytes)))
+
+    def _take(self, index: int, rank: int) -> dict[str, torch.Tensor]:
+        shapes = make_layer(self.model, index, seed=0, dtype=self.dtype, device="meta").state_dict()
+        state = {name: torch.empty(shape.shape, dtype=shape.dtype) for name, shape in shapes.items()}
+        for tensor in state.values():
+            self.patience.wait(*(self.grid.world.Irecv(piece, rank) for piece in pieces(tensor, self._limit_bytes)))
+        return state
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self.worker.mailbox.delivery.limit_bytes
+
+    def _traces(self, inputs: Sequence[Sequence[Spec]]) -> list[Trace]:
+        return [trace(self.model, tuple(specs), self.dtype) for specs in inputs]
 
     def _mailbox(self, schedule: Schedule, settings: Settings) -> Mailbox:
         boundaries = Boundaries(schedule, self.cuts, self.traces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -40,6 +41,11 @@ class Stage(nn.Module):
         """The layer with this number in the model."""
         return self.layers[index - self.indices.start]
 
+    def in_one_layer(self) -> set[nn.Parameter]:
+        """The parameters that one of its layers has; those of several may get their gradients in parts."""
+        layers_with = Counter(parameter for layer in self.layers for parameter in layer.parameters())
+        return {parameter for parameter, layers in layers_with.items() if layers == 1}
+
     def _share_tied(self, model: Model) -> None:
         """Tied parameters of one stage are one parameter."""
         for group in model.tied:
@@ -59,7 +65,7 @@ def digest(stage: nn.Module) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name, parameter in stage.named_parameters():
         found.update(name.encode())
-        found.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+        found.update(parameter.detach().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .mailbox import Tensors
 
 Segment = Callable[[Tensors], Tensors]
+Ends = tuple[GradientEdge | None, ...]
+"""Where in the graph each floating output of a segment stands; None for one that nothing trainable leads to."""
 
 
 class Tape:
@@ -32,24 +35,21 @@ class Tape:
         for segment in self.segments:
             with torch.set_grad_enabled(not self.recompute):
                 leaving = segment(entering)
-            self._steps.append(Step(segment, entering, () if self.recompute else leaving))
+            self._steps.append(Step(segment, entering, None if self.recompute else ends_of(leaving)))
             entering = start_graph(leaving)
         return leaving
 
     def backward(self, gradients: Tensors) -> Tensors:
         """From the gradients of the floating outputs: add to those of the weights, return the inputs'."""
         while self._steps:
-            step = self._steps.pop().with_graph()
-            backpropagate(step.outputs, gradients)
-            gradients = input_gradients(step.inputs)
+            gradients = self._steps.pop().backward(gradients)
         return gradients
 
     def backward_inputs(self, gradients: Tensors) -> Tensors:
         """The inputs' gradients alone; `backward_weights` must follow."""
         while self._steps:
-            step = self._steps.pop().with_graph()
-            self._later += backpropagate_inputs(step.inputs, step.outputs, gradients)
-            gradients = input_gradients(step.inputs)
+            gradients, junctions = self._steps.pop().backward_inputs(gradients)
+            self._later += junctions
         return gradients
 
     def backward_weights(self) -> None:
@@ -60,17 +60,28 @@ class Tape:
 
 @dataclass(frozen=True)
 class Step:
-    """A segment's way: what entered, and what left with its graph unless it is to be recomputed."""
+    """A segment's way: what entered, and the ends of its graph unless it is to be recomputed.
+
+    What left is not kept: its values are for the next segment to keep.
+    """
 
     segment: Segment
     inputs: Tensors
-    outputs: Tensors
+    ends: Ends | None
 
-    def with_graph(self) -> Step:
-        if self.outputs:
-            return self
+    def backward(self, gradients: Tensors) -> Tensors:
+        backpropagate(self._graph(), gradients)
+        return take_gradients(self.inputs)
+
+    def backward_inputs(self, gradients: Tensors) -> tuple[Tensors, list[Junction]]:
+        junctions = backpropagate_inputs(self.inputs, self._graph(), gradients)
+        return take_gradients(self.inputs), junctions
+
+    def _graph(self) -> Ends:
+        if self.ends is not None:
+            return self.ends
         with torch.enable_grad():
-            return Step(self.segment, self.inputs, self.segment(self.inputs))
+            return ends_of(self.segment(self.inputs))
 
 
 @dataclass
@@ -91,7 +102,7 @@ class Junction:
         caught = [(GradientEdge(self.node, at), g) for at, g in enumerate(self.gradients) if g is not None]
         if caught:
             edges, gradients = zip(*caught, strict=True)
-            torch.autograd.backward(edges, gradients, inputs=self.weights, retain_graph=True)
+            torch.autograd.backward(edges, gradients, inputs=self.weights)
 
 
 def start_graph(tensors: Tensors) -> Tensors:
@@ -103,50 +114,85 @@ def floating(tensors: Tensors) -> Tensors:
     return tuple(tensor for tensor in tensors if tensor.is_floating_point())
 
 
-def input_gradients(inputs: Tensors) -> Tensors:
-    """The gradient of each floating input, zeros where the loss does not depend on it."""
-    return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in floating(inputs))
+def ends_of(outputs: Tensors) -> Ends:
+    return tuple(get_gradient_edge(t) if t.requires_grad else None for t in floating(outputs))
 
 
-def differentiable(outputs: Tensors, gradients: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Floating outputs with their gradients, those that nothing trainable leads to left out."""
-    return [(t, g) for t, g in zip(floating(outputs), gradients, strict=True) if t.requires_grad]
+def take_gradients(inputs: Tensors) -> Tensors:
+    """The gradient of each floating input, which forgets it; zeros where the loss does not depend on it."""
+    gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in floating(inputs))
+    for tensor in inputs:
+        tensor.grad = None
+    return gradients
 
 
-def backpropagate(outputs: Tensors, gradients: Tensors) -> None:
+def differentiable(ends: Ends, gradients: Tensors) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    """The ends that something trainable leads to, and their gradients."""
+    pairs = [(end, gradient) for end, gradient in zip(ends, gradients, strict=True) if end is not None]
+    return [end for end, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def backpropagate(ends: Ends, gradients: Tensors) -> None:
     """The whole backward of a segment."""
-    if pairs := differentiable(outputs, gradients):
-        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+    roots, coming = differentiable(ends, gradients)
+    if roots:
+        torch.autograd.backward(roots, coming)
 
 
-def backpropagate_inputs(inputs: Tensors, outputs: Tensors, gradients: Tensors) -> list[Junction]:
+def backpropagate_inputs(inputs: Tensors, ends: Ends, gradients: Tensors) -> list[Junction]:
     """Only the way to the inputs; the junctions passed on it hold what the weights' gradients need.
 
     Works on autograd's graph, so for any module. A weight that several junctions lead to gets its gradient
-    at once, since a later run from one junction would pass through the others.
+    at once, since a later run from one junction would pass through the others. What the nodes between the
+    junctions have saved is let go of on the way.
     """
-    pairs = differentiable(outputs, gradients)
+    roots, coming = differentiable(ends, gradients)
     ways = Ways(inputs)
-    roots = [(t.grad_fn, t, g) for t, g in pairs if t.grad_fn is not None]
-    for node, _, _ in roots:
-        ways.explore(node)
-    apart = [Junction(node, ways.weights_below(node), _at(t, g)) for node, t, g in roots if not ways.to_inputs[node]]
+    for root in roots:
+        ways.explore(root.node)
+    apart = [
+        Junction(root.node, ways.weights_below(root.node), _at(root, gradient))
+        for root, gradient in zip(roots, coming, strict=True)
+        if not ways.to_inputs[root.node]
+    ]
     junctions = [Junction(node, weights) for node, weights in ways.junctions()]
     shared = _shared([*apart, *junctions])
     for junction in (*apart, *junctions):
         junction.weights = [w for w in junction.weights if w not in shared]
     handles = [j.node.register_prehook(j.catch) for j in junctions if j.weights]
+    for node in ways.passed() - {j.node for j in junctions if j.weights}:
+        let_go_once_used(node)
     wanted = [tensor for tensor in inputs if tensor.requires_grad] + list(shared)
-    if wanted and pairs:
-        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], inputs=wanted, retain_graph=True)
+    if wanted and roots:
+        torch.autograd.backward(roots, coming, inputs=wanted, retain_graph=True)
     for handle in handles:
         handle.remove()
     return [junction for junction in (*apart, *junctions) if junction.weights]
 
 
-def _at(output: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """`gradient` in the place that `output` has among what its node puts out."""
-    return (*(None for _ in range(output.output_nr)), gradient)
+def let_go_once_used(node: Node) -> None:
+    """Let `node` use what it has saved one more time only, as if its graph were not retained.
+
+    Raises RuntimeError if that was written to since, which autograd does not see once a hook is there.
+    """
+    for name in _saved_by(type(node)):
+        raw = getattr(node, f"_raw{name}")
+        for saved in raw if isinstance(raw, tuple) else (raw,):
+            if saved.data is not None and saved.unpack_hook is None:  # the model's own hooks keep what they have
+                getattr(node, name)
+                saved.register_hooks(lambda tensor: [tensor], list.pop)
+
+
+@cache
+def _saved_by(kind: type[Node]) -> tuple[str, ...]:
+    """The names under which nodes of one of autograd's own kinds save tensors."""
+    names = dir(kind)
+    return tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" in names)
+
+
+def _at(root: GradientEdge, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """`gradient` in the place that an output has among what its node puts out."""
+    return (*(None for _ in range(root.output_nr)), gradient)
 
 
 def _shared(junctions: Sequence[Junction]) -> set[torch.Tensor]:
@@ -179,6 +225,10 @@ class Ways:
             pending.pop()
             leaf = getattr(node, "variable", None)
             self.to_inputs[node] = id(leaf) in ends if leaf is not None else any(self.to_inputs[c] for c in below)
+
+    def passed(self) -> set[Node]:
+        """The nodes on a way to the inputs."""
+        return {node for node, leads in self.to_inputs.items() if leads}
 
     def junctions(self) -> list[tuple[Node, list[torch.Tensor]]]:
         """Nodes on a way to the inputs from which another edge leads to weights only."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from mpi4py import MPI
 from torch import nn
 from torch.autograd.graph import increment_version
 
 from ..schedule import COMPUTE, Kind, Op, Place, Schedule, used_versions
-from .gradients import Gradients, ShardedBucket, bind
+from .gradients import Bucket, Gradients, bind
 from .optimizer import Recipe, decays
 from .stage import Stage, set_parameter
 from .waiting import Patience
@@ -58,62 +61,71 @@ def _master(parameter: nn.Parameter, piece: torch.Tensor) -> nn.Parameter:
 class ShardedWeights(Weights):
     """Weights of which each replica of the stage updates a share, and has masters and optimizer state of that only.
 
-    The stage's own weights lie in one buffer; after an update the replicas gather each other's shares. Tied weights
-    are updated by all.
+    Those of a bucket lie in one buffer; after an update the replicas gather each other's shares. Tied weights are
+    updated by all.
     """
 
     def __init__(self, stage: Stage, recipe: Recipe, gradients: Gradients, place: Place, patience: Patience):
         self.stage, self.patience = stage, patience
         self.newest = dict(stage.named_parameters())
-        self.bucket = gradients.bucket(place)
-        own = self.bucket.parameters[place]
-        shared = {
-            n: piece for n, p in self.newest.items() if (piece := gradients.of(p)) is not None and not _among(p, own)
+        self.shares = [Share(bucket, place) for bucket in gradients.buckets(place)]
+        own = {id(p) for share in self.shares for p in share.bucket.parameters[place]}
+        self.masters = {
+            name: _master(parameter, piece)
+            for name, parameter in self.newest.items()
+            if id(parameter) not in own and (piece := gradients.of(parameter)) is not None
         }
-        self.masters = {name: _master(self.newest[name], piece) for name, piece in shared.items()}
-        self.flat = _in_one_buffer(own, len(self.bucket.flat))
-        share = len(self.bucket.mine)
-        mine = slice(self.bucket.comm.rank * share, (self.bucket.comm.rank + 1) * share)
-        self.share = self.flat[mine]
-        self.master = self.share.to(self.bucket.flat.dtype)
-        decaying, others = self._cut(own, mine)
-        tied_masters = list(self.masters.values())
-        self.optimizer = recipe.build_of(
-            [*decaying, *(m for m in tied_masters if decays(m))], [*others, *(m for m in tied_masters if not decays(m))]
-        )
-        self.gathering = MPI.Request(MPI.REQUEST_NULL)
+        mine = [piece for share in self.shares for piece in share.cut(place)]
+        mine += [Piece(master, decays(master)) for master in self.masters.values()]
+        self.optimizer = recipe.build_of([p.weight for p in mine if p.decays], [p.weight for p in mine if not p.decays])
 
     def use(self, op: Op) -> None:
-        self.patience.wait(self.gathering)
+        self.patience.wait(*(share.gathering for share in self.shares))
 
     def flush(self) -> None:
-        self.patience.wait(self.gathering)
+        self.patience.wait(*(share.gathering for share in self.shares))
 
     @torch.no_grad()
     def update(self, learning_rate: float) -> None:
         super().update(learning_rate)
-        if self.master is not self.share:
-            self.share.copy_(self.master)
-        nbytes = self.share.nbytes
-        whole = MPI.buffer.fromaddress(self.flat.data_ptr(), self.flat.nbytes)
-        self.gathering = self.bucket.comm.Iallgather(MPI.IN_PLACE, [whole, nbytes, MPI.BYTE])
+        for share in self.shares:
+            share.gather()
 
-    def _cut(self, own: list[nn.Parameter], mine: slice) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """This rank's share in pieces of one parameter each: those that decay, and the others."""
-        pieces: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-        start = 0
-        for parameter in own:
-            first, last = max(start, mine.start), min(start + parameter.numel(), mine.stop)
+
+class Piece(NamedTuple):
+    """What a share has of one parameter."""
+
+    weight: nn.Parameter
+    decays: bool
+
+
+class Share:
+    """This rank's part of the weights of a bucket: `master` is what the optimizer works on."""
+
+    def __init__(self, bucket: Bucket, place: Place):
+        self.bucket, self.start = bucket, bucket.sum.start_at
+        self.flat = _in_one_buffer(bucket.parameters[place], len(bucket.sum.flat))
+        self.seen = self.flat[self.start : self.start + len(self.flat) // bucket.comm.size]
+        self.master = self.seen.to(bucket.mine.dtype)
+        self.gathering = MPI.Request(MPI.REQUEST_NULL)
+
+    def cut(self, place: Place) -> Iterator[Piece]:
+        """The share in pieces of one parameter each, with their gradients."""
+        start = -self.start
+        for parameter in self.bucket.parameters[place]:
+            first, last = max(start, 0), min(start + parameter.numel(), len(self.master))
             if first < last:
-                piece = nn.Parameter(self.master[first - mine.start : last - mine.start])
-                piece.grad = self.bucket.mine[first - mine.start : last - mine.start]
-                pieces[not decays(parameter)].append(piece)
+                weight = nn.Parameter(self.master[first:last])
+                weight.grad = self.bucket.mine[first:last]
+                yield Piece(weight, decays(parameter))
             start += parameter.numel()
-        return pieces
 
-
-def _among(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> bool:
-    return any(parameter is other for other in parameters)
+    def gather(self) -> None:
+        """Start to fetch what the other replicas have updated."""
+        if self.master is not self.seen:
+            self.seen.copy_(self.master)
+        whole = MPI.buffer.fromaddress(self.flat.data_ptr(), self.flat.nbytes)
+        self.gathering = self.bucket.comm.Iallgather(MPI.IN_PLACE, [whole, self.seen.nbytes, MPI.BYTE])
 
 
 def _in_one_buffer(parameters: list[nn.Parameter], size: int) -> torch.Tensor:
@@ -194,6 +206,6 @@ def weights_of(
     """What the schedule and the gradients call for: several versions for several updates, shares of shared sums."""
     if schedule.updates > 1:
         return VersionedWeights(stage, recipe, gradients, schedule, place)
-    if isinstance(gradients.bucket(place), ShardedBucket):
+    if gradients.buckets(place)[0].sum.is_share:
         return ShardedWeights(stage, recipe, gradients, place, patience)
     return Weights(stage, recipe, gradients)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ..schedule import Kind, Op, Place, Schedule
+from ..schedule import Kind, Op, Place, Schedule, completing
 from ..timeline import Span
-from .gradients import Clip, Gradients
+from .gradients import Gradients
 from .mailbox import Mailbox, Tensors
+from .norm import GlobalNorm
 from .stage import COUNT, Recompute, Stage
 from .stash import Kept, Stash
 from .tape import Segment, Tape, start_graph
@@ -45,14 +46,27 @@ class MicroBatch(NamedTuple):
 Feed = Callable[[int], MicroBatch]  # the micro-batches of a pipeline group, by their index in the schedule
 
 
-@dataclass
 class Sums:
     """What a worker adds up over a step, for all workers to add up: the losses and target tokens of its last
     stages, and its share of the squared gradient norm (of the step's last update, where it has several)."""
 
-    loss: float = 0.0
-    targets: float = 0.0
-    square_norm: float = 0.0
+    def __init__(self) -> None:
+        self.square_norm = 0.0
+        self._losses: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+
+    def add(self, loss: torch.Tensor, targets: torch.Tensor) -> None:
+        """Note a micro-batch's; nothing is read from the device yet."""
+        self._losses.append(loss.detach())
+        self._targets.append(targets.detach())
+
+    @property
+    def loss(self) -> float:
+        return _total(self._losses)
+
+    @property
+    def targets(self) -> float:
+        return _total(self._targets)
 
 
 class OpFailed(RuntimeError):
@@ -89,14 +103,15 @@ class Worker:
         weights: Mapping[Place, Weights],
         *,
         recompute: Recompute = Recompute(),
-        clip: Clip | None = None,
+        norm: GlobalNorm | None = None,
         steps: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.schedule, self.stages, self.loss = schedule, stages, loss
         self.mailbox, self.gradients, self.weights = mailbox, gradients, weights
-        self.recompute, self.clip, self.steps, self.clock = recompute, clip, steps, clock
+        self.recompute, self.norm, self.steps, self.clock = recompute, norm, steps, clock
         self.worker, self.stash = mailbox.comm.rank, Stash()
+        self._completing = completing(schedule, self.worker)
         self._handlers: dict[Kind, Handler] = {
             Kind.FORWARD: (self.mailbox.receive, self._forward),
             Kind.BACKWARD: (self.mailbox.receive, self._backward),
@@ -123,6 +138,11 @@ class Worker:
             weights.flush()
         return spans, self._sums
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by, so that small gradients of fp16 survive."""
+        return self.norm.scale if self.norm else 1.0
+
     def _forward(self, op: Op, received: Tensors) -> None:
         batch = self._feed(op.index)
         self.weights[op.place].use(op)
@@ -141,13 +161,11 @@ class Worker:
         runs = self.recompute.segments(stage.indices)
         segments: list[Segment] = [partial(stage, layers=r, step=batch.step, micro_batch=batch.number) for r in runs]
         if self._is_last(op):
-            segments[-1] = partial(_then_loss, segments[-1], self.loss, batch.targets)
+            segments[-1] = partial(then_loss, segments[-1], self.loss, batch.targets)
         return segments
 
     def _add_loss(self, op: Op, loss: torch.Tensor, targets: torch.Tensor) -> None:
-        sums = self._sums[op.index * self.steps // self.schedule.micro_batches]
-        sums.loss += loss.item()
-        sums.targets += targets.item()
+        self._sums[op.index * self.steps // self.schedule.micro_batches].add(loss, targets)
 
     def _backward(self, op: Op, received: Tensors) -> None:
         self._go_back(op, received, Tape.backward)
@@ -157,7 +175,8 @@ class Worker:
         self._go_back(op, received, Tape.backward_inputs)
 
     def _weight(self, op: Op, received: Tensors) -> None:
-        self.stash.pop(op).tape.backward_weights()
+        with self._filling(op):
+            self.stash.pop(op).tape.backward_weights()
         self._poke()
 
     def _go_back(self, op: Op, received: Tensors, way: Callable[[Tape, Tensors], Tensors]) -> None:
@@ -165,27 +184,31 @@ class Worker:
         kept = self.stash.get(op)
         if self._is_last(op):
             (targets,) = kept.targets
-            gradients: Tensors = (torch.ones_like(targets), torch.zeros_like(targets))
+            gradients: Tensors = (torch.full_like(targets, self.loss_scale), torch.zeros_like(targets))
         else:
             *leaving, targets = received
             gradients = tuple(leaving)
         self.weights[op.place].use(op)
-        entering = way(kept.tape, gradients)
         self.gradients.count(op.place, targets)
+        with self._filling(op):
+            entering = way(kept.tape, gradients)
         if op.stage:
             self.mailbox.send(op, (*entering, targets.to(COUNT.dtype)))
         self._poke()
+
+    def _filling(self, op: Op) -> AbstractContextManager[None]:
+        return self.gradients.filling(op.place) if op in self._completing else nullcontext()
 
     def _reduce(self, op: Op, received: Tensors) -> None:
         self.gradients.start(op.place)
 
     def _await_gradients(self, op: Op) -> Tensors:
         if not self.gradients.settled(op.place):
-            places = self.stages if self.clip else [op.place]
-            squares = math.fsum(self.gradients.settle(place) for place in places)
+            places = self.stages if self.norm else [op.place]
+            squares = math.fsum(self.gradients.settle(place, self.loss_scale) for place in places)
             self._add_squares(op, squares)
-            if self.clip:
-                self.gradients.scale(self.clip.factor(squares))
+            if self.norm and (factor := self.norm.judge(squares)) != 1:
+                self.gradients.scale(factor)
         return ()
 
     def _add_squares(self, op: Op, squares: float) -> None:
@@ -195,7 +218,8 @@ class Worker:
             self._sums[step].square_norm += squares
 
     def _update(self, op: Op, received: Tensors) -> None:
-        self.weights[op.place].update(self._learning_rate(self._first_step + self._step_of(op)))
+        if not (self.norm and self.norm.skips):
+            self.weights[op.place].update(self._learning_rate(self._first_step + self._step_of(op)))
         self.gradients.release(op.place)
 
     def _step_of(self, update: Op) -> int:
@@ -232,14 +256,17 @@ class Evaluator:
         if op.stage + 1 < self.schedule.stages:
             self.mailbox.send(op, outputs)
         else:
-            loss, targets = self.loss(*outputs, batch.targets)
-            self._sums.loss += loss.item()
-            self._sums.targets += targets.item()
+            self._sums.add(*self.loss(*outputs, batch.targets))
 
 
-def _then_loss(segment: Segment, loss: Loss, targets: Targets, tensors: Tensors) -> Tensors:
+def then_loss(segment: Segment, loss: Loss, targets: Targets, tensors: Tensors) -> Tensors:
+    """The last layers of a model: sum and count of the loss of what they put out."""
     return loss(*segment(tensors), targets)
 
 
 def _nothing(op: Op) -> Tensors:
     return ()
+
+
+def _total(numbers: list[torch.Tensor]) -> float:
+    return torch.stack(numbers).double().sum().item() if numbers else 0.0

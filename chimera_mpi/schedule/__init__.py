@@ -23,7 +23,7 @@ from .ops import (
 )
 from .schemes import ALIASES, SCHEMES, STREAMS, build, nearest, options_of, used_versions
 from .search import Found, Progress, improve, lower_bound
-from .sync import SYNCS
+from .sync import SYNCS, accumulated, completing
 from .text import dumps, loads, read
 
 __all__ = [
@@ -44,8 +44,10 @@ __all__ = [
     "Progress",
     "Schedule",
     "ScheduleError",
+    "accumulated",
     "build",
     "check",
+    "completing",
     "dumps",
     "forward_only",
     "improve",

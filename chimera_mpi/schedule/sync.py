@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
-from .ops import FREES, Kind, Op, Place, Schedule, ScheduleError
+from .ops import FREES, Kind, Op, Place, Schedule, ScheduleError, repeat, without_updates
 
 SYNCS = ("lazy", "eager", "eager_opt")
 
@@ -31,6 +32,11 @@ def with_updates(schedule: Schedule, sync: str) -> Schedule:
     return replace(schedule, orders=tuple(orders))
 
 
+def accumulated(schedule: Schedule, times: int, sync: str) -> Schedule:
+    """`times` steps of a flushing schedule in a row, without a barrier, whose gradients add up to one update."""
+    return with_updates(repeat(without_updates(schedule), times), sync)
+
+
 def with_stream_updates(schedule: Schedule, updates: int) -> Schedule:
     """Change the weights of each stage `updates` times, as soon as the gradients for it are whole.
 
@@ -48,6 +54,13 @@ def with_stream_updates(schedule: Schedule, updates: int) -> Schedule:
                     yield from (Op(kind, *op.place, last[done[op.place]]) for kind in (Kind.REDUCE, Kind.UPDATE))
 
     return replace(schedule, orders=tuple(tuple(streamed(order)) for order in schedule.orders))
+
+
+def completing(schedule: Schedule, worker: int) -> frozenset[Op]:
+    """The ops right after which the all-reduce of their own place starts: it may as well start during them,
+    and no other collective comes between."""
+    order = schedule.orders[worker]
+    return frozenset(op for op, after in pairwise(order) if after.kind is Kind.REDUCE and after.place == op.place)
 
 
 def _with_updates(schedule: Schedule, worker: int, sync: str) -> Iterator[Op]:

@@ -42,14 +42,14 @@ def mini_batch(sizes, seed=0):
     return batches
 
 
-_grids: dict[tuple[int, int], Grid] = {}
+_grids: dict[tuple, Grid] = {}
 
 
-def grid_of(comm, depth):
+def grid_of(comm, depth, kind=Grid):
     """Communicators cost more than a step of so small a model: keep them."""
-    if (comm.size, depth) not in _grids:
-        _grids[comm.size, depth] = Grid(comm, depth)
-    return _grids[comm.size, depth]
+    if (comm.size, depth, kind) not in _grids:
+        _grids[comm.size, depth, kind] = kind(comm, depth)
+    return _grids[comm.size, depth, kind]
 
 
 class Case:
@@ -59,9 +59,19 @@ class Case:
     micro-batches (inputs, targets): inputs are a tensor or a tuple of them.
     """
 
-    def __init__(self, comm, schedule, model=None, samples=None, dtype=torch.float64, data=mini_batch, **settings):
+    def __init__(
+        self,
+        comm,
+        schedule,
+        model=None,
+        samples=None,
+        dtype=torch.float64,
+        data=mini_batch,
+        grid=Grid,
+        **settings,
+    ):
         model = model or tiny()
-        self.schedule, self.grid = schedule, grid_of(comm, schedule.depth)
+        self.schedule, self.grid = schedule, grid_of(comm, schedule.depth, grid)
         all_micro_batches = schedule.micro_batches * self.grid.width
         self.sizes = even_sizes(samples or max(2 * all_micro_batches - 1, all_micro_batches), all_micro_batches)
         self.first = self.grid.replica * schedule.micro_batches

@@ -201,7 +201,7 @@ def test_replicas_that_drift_apart_are_found(comm, schedule):
     case.pipeline.check_replicas()
     if comm.rank == 1:
         next(iter(case.pipeline.stages.values())).layers[0].register_parameter(
-            "drift", torch.nn.Parameter(torch.ones(1))
+            "drift", torch.nn.Parameter(torch.ones(()))
         )
     drifted = next(iter(case.pipeline.stages))[1] if comm.rank == 1 else None
     stage = comm.bcast(drifted, root=1)
@@ -251,7 +251,7 @@ def test_all_reduces_start_in_one_order_on_every_communicator(comm):
         started = []
         for buckets in case.pipeline.worker.gradients._of_place.values():
             for bucket in buckets:
-                bucket.comm = Recording(bucket.comm, started)
+                bucket.sum.comm = Recording(bucket.sum.comm, started)
         batch = mini_batch(case.sizes)
         case.pipeline.run(case.feed(batch, 0), 0, lambda step: 0.01)
         of_rank = comm.allgather(started)

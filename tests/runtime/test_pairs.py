@@ -19,7 +19,7 @@ from test_laws import frozen as freeze
 from chimera_mpi.errors import InputError
 from chimera_mpi.runtime.mailbox import Delivery
 from chimera_mpi.runtime.stage import Recompute
-from chimera_mpi.schedule import SCHEMES, STREAMS, SYNCS, build
+from chimera_mpi.schedule import SCHEMES, STREAMS, SYNCS, accumulated, build
 
 SYNCHRONOUS = [scheme for scheme in SCHEMES if scheme not in STREAMS]
 OPTIONS = {"chimera:doubling": {"concat": "doubling"}, "chimera:two_pairs": {"pairs": 2}}
@@ -47,6 +47,9 @@ FACTORS = {
     "dropout": (0.0, 0.5),
     "clip": (None, 0.1),
     "samples": tuple(SHORT_OF_EVEN),
+    "accumulate": (1, 3),
+    "bucket_bytes": (4 << 20, 500),
+    "shared_from_bytes": (1 << 16, 1),
 }
 
 
@@ -98,15 +101,29 @@ def parametrized(rows):
 
 
 def case_of(
-    comm, *, scheme, depth, width, micro_batches, sync, tied, dropout, frozen, samples, recompute, delivery, **settings
+    comm,
+    *,
+    scheme,
+    depth,
+    width,
+    micro_batches,
+    sync,
+    tied,
+    dropout,
+    frozen,
+    samples,
+    accumulate,
+    recompute,
+    delivery,
+    **settings,
 ):
     N = MICRO_BATCHES[micro_batches](depth)
     schedule = build(scheme.partition(":")[0], depth, N, sync=sync, **OPTIONS.get(scheme, {}))
     return Case(
         comm,
-        schedule,
+        accumulated(schedule, accumulate, sync),
         model_of(tied, dropout, FROZEN[frozen]),
-        2 * N * width - SHORT_OF_EVEN[samples],
+        2 * N * accumulate * width - SHORT_OF_EVEN[samples],
         recompute=RECOMPUTE[recompute],
         delivery=DELIVERY[delivery],
         **settings,
@@ -121,7 +138,9 @@ def model_of(tied, dropout, layers):
 
 @parametrized(ACCEPTED.rows)
 def test_equals_one_process(comm, row):
-    case_of(comm, **row).run()
+    case = case_of(comm, **row)
+    case.run()
+    case.pipeline.close()
 
 
 @parametrized(refused())

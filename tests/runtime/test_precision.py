@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from case import TOKENS, Case, grid_of, mini_batch, tiny
 
+from chimera_mpi.errors import InputError
 from chimera_mpi.runtime.mailbox import Spec
+from chimera_mpi.runtime.norm import LossScale
 from chimera_mpi.runtime.optimizer import Recipe
 from chimera_mpi.runtime.pipeline import Pipeline, Settings
 from chimera_mpi.runtime.worker import MicroBatch
@@ -15,10 +19,11 @@ from chimera_mpi.schedule import build
 PLAIN = Recipe("sgd", weight_decay=0.0)
 
 
-def gradient(comm, schedule, dtype):
+def gradient(comm, schedule, dtype, loss_scale=None):
     """The mean gradient of a mini-batch, by the change of the masters at learning rate 1, as one vector."""
     inputs = [[Spec((1, TOKENS), torch.int64)]] * schedule.micro_batches
-    pipeline = Pipeline(grid_of(comm, schedule.depth), schedule, tiny(), inputs, Settings(7, dtype, PLAIN))
+    settings = Settings(7, dtype, PLAIN, loss_scale=loss_scale)
+    pipeline = Pipeline(grid_of(comm, schedule.depth), schedule, tiny(), inputs, settings)
     batch = mini_batch((1,) * schedule.micro_batches)
     masters = [m for weights in pipeline.worker.weights.values() for m in weights.masters.values()]
     before = [m.detach().clone() for m in masters]
@@ -53,3 +58,66 @@ def test_optimizers_learn(comm, name):
         _, (sums,) = case.pipeline.run(case.feed(batch, step), step, lambda step: 0.1)
         losses.append(case.total(sums.loss)[0])
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("scheme", ["1f1b", "chimera", "zb_h1"])
+def test_gradients_of_fp16_are_those_of_single(comm, scheme):
+    schedule = build(scheme, 2, 16)
+    exact = gradient(comm, schedule, torch.float32)
+    half = gradient(comm, schedule, torch.float16, loss_scale=64.0)
+    assert half.dtype == torch.float32
+    assert (half - exact).norm() < 2e-3 * exact.norm()
+
+
+@pytest.mark.mpi(4)
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("scheme", ["1f1b", "chimera", "zb_v", "dualpipe"])
+def test_an_overflow_in_one_stage_skips_the_step_on_all_ranks(comm, scheme, sharded):
+    case = Case(
+        comm, build(scheme, 2, 2), tiny(tied=True), dtype=torch.float16, loss_scale=64.0, sharded=sharded, clip=1.0
+    )
+    scales = [case.pipeline.worker.loss_scale]
+    before, changed = weights_of(case), []
+    for step in range(4):
+        if step == 1 and comm.rank == 3:
+            poison(case.pipeline)
+        _, (sums,) = case.pipeline.run(case.feed(mini_batch(case.sizes), step), step, lambda step: 0.1)
+        (square_norm,) = case.total(sums.square_norm)
+        assert math.isfinite(square_norm) == (step != 1)
+        after = weights_of(case)
+        changed.append(any(not torch.equal(before[name], after[name]) for name in before))
+        before = after
+        scales.append(case.pipeline.worker.loss_scale)
+    assert changed == [True, False, True, True]
+    assert scales == [64, 64, 32, 32, 32]
+    case.pipeline.check_replicas()
+
+
+def poison(pipeline):
+    """Let one gradient be infinite, once."""
+    parameter = next(p for stage in pipeline.stages.values() for p in stage.parameters())
+    handle = parameter.register_hook(lambda gradient: (handle.remove(), torch.full_like(gradient, math.inf))[1])
+
+
+def weights_of(case):
+    return {
+        (place, name): p.detach().clone()
+        for place, stage in case.pipeline.stages.items()
+        for name, p in stage.named_parameters()
+    }
+
+
+def test_the_loss_scale_falls_at_once_and_rises_slowly():
+    scale = LossScale(8.0, growth_steps=3)
+    seen = []
+    for overflowed in (True, False, False, False, False, False, True, False):
+        scale.learn(overflowed)
+        seen.append(scale.value)
+    assert seen == [4, 4, 4, 8, 8, 8, 4, 4]
+
+
+@pytest.mark.mpi(2)
+def test_streams_cannot_skip_a_step(comm):
+    with pytest.raises(InputError, match=r"pipedream updates stage by stage.*bf16"):
+        Case(comm, build("pipedream", 2, 4), dtype=torch.float16, loss_scale=1.0)

@@ -1,0 +1,61 @@
+"""How long the layers of a model take here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+
+from ..models import Model, make_layer
+from .mailbox import Tensors
+from .tape import Segment, Tape, floating, start_graph
+from .worker import Targets, then_loss
+
+REPEATS = 3
+
+
+def layer_seconds(
+    model: Model,
+    inputs: Tensors,
+    targets: Targets,
+    dtype: torch.dtype = torch.float32,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """The seconds that each layer's forward and backward take on one micro-batch; the loss counts to the last.
+
+    Layers that one factory makes are measured once, as is each by the median of a few passes after the first.
+    """
+    seconds: list[float] = []
+    last = len(model.layers) - 1
+    entering = inputs
+    for index, factory in enumerate(model.layers):
+        alike = model.layers.index(factory)
+        segment = _segment(make_layer(model, index, seed=0, dtype=dtype))
+        if 0 < alike < index < last:
+            seconds.append(seconds[alike])
+        else:
+            whole = partial(then_loss, segment, model.loss, targets) if index == last else segment
+            _time(whole, entering, clock)
+            seconds.append(median(_time(whole, entering, clock) for _ in range(REPEATS)))
+        with torch.no_grad():
+            entering = segment(entering)
+    return seconds
+
+
+def _segment(layer: torch.nn.Module) -> Segment:
+    def run(tensors: Tensors) -> Tensors:
+        output = layer(*tensors)
+        return output if isinstance(output, tuple) else (output,)
+
+    return run
+
+
+def _time(segment: Segment, entering: Tensors, clock: Callable[[], float]) -> float:
+    tape = Tape([segment], recompute=False)
+    start = clock()
+    leaving = tape.forward(start_graph(entering))
+    tape.backward(tuple(torch.ones_like(tensor) for tensor in floating(leaving)))
+    return clock() - start

@@ -1,0 +1,307 @@
+"""Train a model of one's own on a communicator of one's own: the library's way in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .config import Config, Steps, checked, schedule_of
+from .data import even_sizes
+from .errors import InputError
+from .models import Model, as_model, make_layer, named_layers
+from .runtime.agreement import agree, meet, take_values_of_root
+from .runtime.grid import Comm, Grid, width_of
+from .runtime.mailbox import Spec, Tensors
+from .runtime.optimizer import LearningRate
+from .runtime.stage import trace
+from .runtime.worker import Targets
+from .schedule import STREAMS
+from .tasks import Task
+from .train import PRECISIONS, Part, job_of, learning_rate_of, measured, patience_of
+
+T = TypeVar("T")
+
+# What the command line trains, evaluates and logs; here the caller does.
+OF_COMMANDS = (
+    {"model", "layers", "hidden", "heads", "vocabulary", "positions", "sequence_length", "tied", "dropout"}
+    | {"micro_batch_size", "mini_batch_size", "data"}
+    | {"log", "eval_every", "eval_mini_batches", "check_replicas", "spans_every"}
+)
+
+
+class Result(NamedTuple):
+    """Of a step over all ranks: the mean loss before the update, and the norm of its gradient before clipping."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+
+
+class Trainer:
+    """Trains a model with a pipeline schedule on all ranks of a communicator, each rank a worker.
+
+    All methods are collective: all ranks call them in one order, with the same mini-batches. Whatever one rank is
+    asked wrongly, all refuse by the same InputError, and none is left waiting. Anything else that is raised on one
+    rank alone leaves the others waiting, as in any MPI program: `python -m mpi4py SCRIPT` ends all.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        model: Any,
+        loss: Callable[..., Any] | None = None,
+        *,
+        learning_rate: float | Callable[[int], float] | None = None,
+        **keys: Any,
+    ):
+        """`model`: an nn.Sequential, a list of modules, or a `Model`, built on all ranks. Its modules get rank 0's
+        weights; copies of them are trained. A layer is called with all tensors that the one before returns.
+
+        `loss(*outputs, targets) -> (sum, count)`; without one, the cross entropy of tokens. `keys` are those of
+        config.py as on the command line, with the same defaults: scheme, depth, micro_batches, optimizer, clip,
+        weight_decay, precision, recompute, partition, seed, ... The ranks of `comm` / depth are the replicas of the
+        pipeline. `threads` sets torch's threads, which otherwise stay as they are.
+
+        The learning rate is constant, unless `steps` is given: then, as on the command line, it rises linearly over
+        `warmup_steps` and falls by a cosine to `minimum_learning_rate` at `steps`. With `warmup_steps` alone it
+        rises and stays. A function has it by the number of the step, counted from 0.
+
+        Raises InputError.
+        """
+        if not isinstance(comm, Comm):
+            raise InputError(f"comm is a {type(comm).__name__}, not an intracommunicator of mpi4py")
+        self.config, self._plan, self._rate = agree(comm, lambda: _understand(comm.size, learning_rate, keys))
+        self.model, layers = agree(comm, lambda: (as_model(model, loss=loss), _modules(model, loss)))
+        self._names = list(layers) or [str(index) for index in range(len(self.model.layers))]
+        weights = nn.ModuleList(layers.values()).state_dict()
+        self.dtype = PRECISIONS[self.config.precision]
+        same = partial(_same_on_all, comm)
+        same(self.config.model_dump_json(), "the ranks have different keys: build all Trainers of a communicator alike")
+        same(_told(weights.values()), "the ranks have different models: build the same on all, whatever its weights")
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
+        self.grid = Grid(comm, self.config.depth)
+        self._patience = patience_of(self.grid, self.config)
+        take_values_of_root(self.grid.world, self._patience, weights.values(), self.config.message_limit_bytes)
+        self.steps_done = 0
+        self._part: Part | None = None
+        self._tried: set[str] = set()  # the shapes that model and loss take
+        self._expected = ""  # those of the last mini-batch
+        self._closed = False
+
+    def step(self, inputs: Tensor | Tensors, targets: Targets) -> Result:
+        """Train on a mini-batch: one update of all weights. The result is the same on all ranks.
+
+        The tensors, on the CPU and of any dtypes, have the samples in dimension 0, along which they are split into
+        micro-batches as even as can be. `inputs` enter the first layer, floating ones cast to `precision`; the loss
+        gets `targets` as they are, a tensor or a tuple. Shapes may differ from step to step, at the price of
+        finding out anew what travels between the stages.
+        """
+        step = self.steps_done
+        rate, batch = self._meet(lambda: self._prepare(f"step {step}", inputs, targets, self._rate_of(step)))
+        part = self._fit(batch)
+        with torch.random.fork_rng(devices=[]):  # layers draw by rule, from the generator that is the caller's
+            _, (sums,) = part.pipeline.run(part.feed(batch.read, step), step, lambda step: rate)
+        self.steps_done += 1
+        total = part.total(sums)
+        return Result(total.mean_loss, total.grad_norm, rate)
+
+    def evaluate(self, inputs: Tensor | Tensors, targets: Targets) -> float:
+        """The mean loss of a mini-batch on all ranks, without dropout. Tensors as those of `step`."""
+        _, batch = self._meet(lambda: self._prepare("evaluate", inputs, targets))
+        part = self._fit(batch)
+        return part.total(part.pipeline.evaluate(part.feed(batch.read, 0), self.steps_done)).mean_loss
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """On rank 0 the weights and buffers of the whole model, as nn.Sequential(*layers).load_state_dict wants them,
+        in the dtype of `precision`; None on the others."""
+        self._meet(lambda: ("state_dict", None))
+        layers = self._initial_layers() if self._part is None else self._part.pipeline.layers()
+        if layers is None:
+            return None
+        return {
+            f"{prefix}.{name}": tensor
+            for prefix, layer in zip(self._names, layers, strict=True)
+            for name, tensor in layer.items()
+        }
+
+    def close(self) -> None:
+        """Free the communicators; so does the end of a `with`, unless it is an exception, which others may not have."""
+        if not self._closed:
+            self._meet(lambda: ("close", None))
+            self._closed = True
+            if self._part:
+                self._part.pipeline.close()
+            self.grid.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    def _meet(self, act: Callable[[], tuple[str, T]]) -> T:
+        if self._closed:
+            raise InputError("this Trainer is closed: build another")
+        return meet(self.grid.world, self._patience, act)
+
+    def _prepare(self, call: str, inputs: Any, targets: Any, rate: float = 0.0) -> tuple[str, tuple[float, MiniBatch]]:
+        batch = MiniBatch.of(inputs, targets, self.grid.width * self._plan.micro_batches, self.dtype)
+        return f"{call}, learning rate {rate!r}, {batch}", (rate, batch)
+
+    def _rate_of(self, step: int) -> float:
+        rate = self._rate(step)
+        if not (isinstance(rate, (int, float)) and math.isfinite(rate) and rate >= 0):
+            raise InputError(f"learning_rate({step}) is {rate!r}: return a float from 0 up")
+        return float(rate)
+
+    def _fit(self, batch: MiniBatch) -> Part:
+        """This rank's part, made for batches of this shape."""
+        shapes = str(batch)
+        if shapes not in self._tried:
+            agree(self.grid.world, lambda: self._try(batch))
+            self._tried.add(shapes)
+        if self._part is None:
+            entering = batch.entering(max(batch.sizes))
+            job = job_of(self.config, self.grid.width, self._plan, Task(self.model), batch.sizes, entering)
+            job = measured(self.grid.world, self._patience, job, batch.read)
+            self._part = Part(self.grid, job, batch.entering)
+        elif shapes != self._expected:
+            self._part.expect(batch.sizes, batch.entering)
+        self._expected = shapes
+        return self._part
+
+    def _try(self, batch: MiniBatch) -> None:
+        """Raises InputError if the layers do not take such inputs, or the loss not what they make of them.
+
+        In a step only some ranks would see it. The loss is tried by rank 0, on zeros for outputs.
+        """
+        with _refusing(f"the model does not take {batch}"):
+            outputs, *_ = (trace(self.model, batch.entering(size), self.dtype).outputs[-1] for size in batch.sizes)
+        if self.grid.world.rank == 0:
+            zeros = (torch.zeros(spec.shape, dtype=spec.dtype) for spec in outputs)
+            with torch.no_grad(), _refusing(f"the loss does not take outputs {_told(outputs)} and {batch}"):
+                self.model.loss(*zeros, batch.read(0, 0)[1])
+
+    def _initial_layers(self) -> list[dict[str, Tensor]] | None:
+        if self.grid.world.rank:
+            return None
+        indices = range(len(self.model.layers))
+        return [make_layer(self.model, index, self.config.seed, self.dtype).state_dict() for index in indices]
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The tensors of a step, samples in dimension 0, and the samples of each of its micro-batches."""
+
+    inputs: Tensors
+    targets: Targets
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(inputs: Any, targets: Any, micro_batches: int, dtype: torch.dtype) -> MiniBatch:
+        """Floating inputs become of `dtype`. Raises InputError."""
+        entering, wanted = _tensors("inputs", inputs), _tensors("targets", targets)
+        samples = {len(tensor) for tensor in (*entering, *wanted)}
+        if len(samples) > 1:
+            counts = " and ".join(map(str, sorted(samples)))
+            raise InputError(f"inputs and targets have {counts} samples in dimension 0: give equally many")
+        cast = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in entering)
+        whole = wanted[0] if isinstance(targets, Tensor) else wanted
+        return MiniBatch(cast, whole, even_sizes(samples.pop(), micro_batches))
+
+    def read(self, step: int, number: int) -> tuple[Tensors, Targets]:
+        """Inputs and targets of micro-batch `number`."""
+        end = list(accumulate(self.sizes))[number]
+        own = slice(end - self.sizes[number], end)
+        inputs = tuple(tensor[own] for tensor in self.inputs)
+        return inputs, self.targets[own] if isinstance(self.targets, Tensor) else tuple(t[own] for t in self.targets)
+
+    def entering(self, size: int) -> tuple[Spec, ...]:
+        """What enters the first layer with a micro-batch of `size` samples."""
+        return tuple(Spec((size, *tensor.shape[1:]), tensor.dtype) for tensor in self.inputs)
+
+    def __str__(self) -> str:
+        return f"inputs {_told(self.inputs)} and targets {_told(_tensors('targets', self.targets))}"
+
+
+def _tensors(name: str, given: Any) -> Tensors:
+    tensors = (given,) if isinstance(given, Tensor) else given
+    if not isinstance(tensors, (tuple, list)) or not tensors:
+        raise InputError(f"{name}: give a tensor or a tuple of tensors, not {type(given).__name__}")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} has a {type(tensor).__name__} in it: give tensors")
+        if tensor.device.type != "cpu" or not tensor.dim():
+            raise InputError(f"{name} has {_told([tensor])} on {tensor.device}: give [samples, ...] on the CPU")
+    return tuple(tensor.detach() for tensor in tensors)
+
+
+def _told(tensors: Any) -> str:
+    """Dtypes and shapes."""
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Anything raised within becomes an InputError that begins with `what`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _understand(ranks: int, learning_rate: Any, keys: dict[str, Any]) -> tuple[Config, Steps, Callable[[int], float]]:
+    for key in sorted(OF_COMMANDS & keys.keys()):
+        raise InputError(f"{key} is a key of what the command line trains and logs: leave it out of a Trainer's")
+    if learning_rate is not None and not callable(learning_rate):
+        keys = {**keys, "learning_rate": learning_rate}
+    config = checked(keys)
+    width_of(ranks, config.depth)
+    if config.scheme in STREAMS:
+        raise InputError(
+            f"{config.scheme} updates within a stream of mini-batches, a Trainer after each one: "
+            "take another scheme, such as 1f1b or chimera"
+        )
+    return config, schedule_of(config), _rule(config, learning_rate)
+
+
+def _rule(config: Config, learning_rate: Any) -> Callable[[int], float]:
+    """The learning rate by step."""
+    given = config.model_fields_set & {"steps", "warmup_steps", "minimum_learning_rate"}
+    if callable(learning_rate):
+        for key in sorted(given):
+            raise InputError(f"{key} and a function for learning_rate: let the function do it all")
+        return learning_rate
+    if "steps" in given:
+        return learning_rate_of(config)
+    if "minimum_learning_rate" in given:
+        raise InputError("minimum_learning_rate is reached at the last of `steps`: give steps too")
+    warmup_steps = config.warmup_steps if given else 0
+    return LearningRate(config.learning_rate, config.learning_rate, warmup_steps, warmup_steps)
+
+
+def _modules(model: Any, loss: Any) -> dict[str, nn.Module]:
+    """The layers that were built, by name; none of a `Model`, which makes its own by rule."""
+    layers = {} if isinstance(model, Model) else named_layers(model, loss=loss)
+    for name, layer in layers.items():
+        for tensor in layer.state_dict().values():
+            if tensor.device.type != "cpu":
+                raise InputError(f"layer {name} of the model is on {tensor.device}: build it on the CPU")
+    return layers
+
+
+def _same_on_all(comm: Comm, value: str, otherwise: str) -> None:
+    if len(set(comm.allgather(value))) > 1:
+        raise InputError(otherwise)

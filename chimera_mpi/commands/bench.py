@@ -26,7 +26,7 @@ from ..errors import InputError
 from ..predict import Costs
 from ..schedule import SCHEMES
 from ._plan import Plan, add_order, count, parse_scheme, plan, seconds, write
-from ._ranks import agree, ending_together, refuse_singletons, set_threads
+from ._ranks import ending_together, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
     from ..runtime.rehearsal import Emulation, Measured
@@ -102,6 +102,7 @@ class Row:
 
 
 def _emulate(world: Any, args: argparse.Namespace) -> int:
+    from ..runtime.agreement import agree
     from ..runtime.grid import width_of
 
     depth = args.depth or world.size

@@ -6,8 +6,6 @@ gradients are real, and depend on every message having come to the right place.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..timer import sharpen_timer
 from .layers import Model
 
 NUMBER_BYTES = 4  # a number of an output, in single precision
@@ -50,13 +49,6 @@ class Sleeper:
             time.sleep(left_s)
             left_s = deadline_s - time.perf_counter()
         self.overshoot_s -= left_s
-
-
-def sharpen_timer() -> None:
-    """Let Linux end this thread's sleeps on time; by default it may be 50 us late, to save power."""
-    if sys.platform == "linux":
-        set_timer_slack = 29  # PR_SET_TIMERSLACK of prctl(2), in nanoseconds
-        ctypes.CDLL(None).prctl(set_timer_slack, ctypes.c_ulong(1), 0, 0, 0)
 
 
 class Emulated(nn.Module):

@@ -96,6 +96,7 @@ class Config(BaseModel):
     threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = Field(
         None, description="of each rank; else cores of the node / ranks on it"
     )
+    keep_freed_memory: Switch = Field(True, description="let the C library keep it for the next tensors of that size")
     spin_s: float | None = Field(None, ge=0, description="how long a wait polls without a pause; else chosen")
     receives_ahead: Count = 4
     message_limit_bytes: Count = Field(10**9, description="longer messages travel in pieces")

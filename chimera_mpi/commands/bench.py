@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..draw.look import duration
 from ..errors import InputError
+from ..host import keep_freed_memory
 from ..predict import Costs
 from ..schedule import SCHEMES
 from ._plan import Plan, add_order, count, parse_scheme, plan, seconds, write
@@ -139,6 +140,7 @@ def _measure(
 
     grid, sleeper = Grid(world, depth), Sleeper()
     set_threads(None, grid.node.threads)
+    keep_freed_memory()
     rehearsals = [Rehearsal(grid, case.plan.schedule, emulations[case.message_bytes], sleeper) for case in cases]
     stopwatch = Stopwatch(grid.world, grid.node.patience, sleeper)
     if world.rank == 0:

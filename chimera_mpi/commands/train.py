@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InputError
+from ..host import keep_freed_memory
 from ..predict import weight_versions
 from ._ranks import ending_together, refuse_singletons, set_threads
 
@@ -70,6 +71,8 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     agree(world, lambda: check_vocabulary(job.task, corpus))
     node = find_node(world)
     threads = set_threads(config.threads, node.threads)
+    if config.keep_freed_memory:
+        keep_freed_memory()
     job = measured(world, node.patience, job, reader(job, corpus))
     facts = _facts(world, threads)
     log = agree(world, on_rank_0(lambda: _create_log(job, validation, world.size, facts)))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..timer import sharpen_timer
+from ..host import sharpen_timer
 from .layers import Model
 
 NUMBER_BYTES = 4  # a number of an output, in single precision

@@ -190,7 +190,8 @@ class Gradients:
         ranks every parameter of the model is in it once.
         """
         awaited = [bucket.sum for bucket in self._of_place[place]]
-        self.patience.until(lambda: not self._is_under_way(awaited))
+        bells = [of.bell for of in awaited]
+        self.patience.until(lambda: not self._is_under_way(awaited), bells[0] if all(bells) else None)
         targets = self._own_buckets[place][0].sum.count.item()
         return math.fsum(bucket.divide(max(targets, 1.0) * loss_scale) for bucket in self._of_place[place])
 
@@ -253,7 +254,7 @@ class Gradients:
         nearby = self._nearby(comm, sum(layout.size * layout.dtype.itemsize for layout in layouts))
         if nearby is None or (sharded and nearby.rail.size > 1):
             return by_messages(comm, layouts, sharded)
-        memory, sums = in_shared_memory(nearby, layouts, sharded)
+        memory, sums = in_shared_memory(nearby, layouts, sharded, self.grid.bell_of(nearby.node))
         self._memories.append(memory)
         return sums
 

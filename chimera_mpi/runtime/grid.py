@@ -9,9 +9,9 @@ from typing import NamedTuple, cast
 from mpi4py import MPI
 
 from ..errors import InputError
+from ..host import sharpen_timer
 from ..schedule import Schedule
-from ..timer import sharpen_timer
-from .waiting import Patience
+from .waiting import Doorbell, Patience
 
 Comm = MPI.Intracomm
 
@@ -35,8 +35,9 @@ class Grid:
         self.depth, self.width = depth, width_of(comm.size, depth)
         self.world: Comm = comm.Dup()
         self.replica, self.worker = divmod(comm.rank, depth)
-        self.pipeline = self.world.Split(self.replica, self.worker)
+        self.pipeline = cast(Comm, self.world.Split(self.replica, self.worker))
         self.node = find_node(self.world)
+        self.bell = self._bell()
         self._groups: dict[tuple[int, ...], Comm] = {}
         self._nearby: dict[int, Nearby | None] = {}
 
@@ -63,7 +64,19 @@ class Grid:
         """Those of `comm` that share this rank's memory."""
         return cast(Comm, comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank))
 
+    def bell_of(self, part: Comm) -> Doorbell | None:
+        """A doorbell by the ranks of one of this grid's communicators."""
+        return self.bell and self.bell.among(self.world, part)
+
+    def _bell(self) -> Doorbell | None:
+        node = self.together(self.world)
+        bell = Doorbell.between(self.world, node)
+        node.Free()
+        return bell
+
     def close(self) -> None:
+        if self.bell:
+            self.bell.close()
         near = [comm for nearby in self._nearby.values() if nearby for comm in nearby]
         for comm in (*near, *self._groups.values(), self.pipeline, self.world):
             comm.Free()

@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from ..schedule import Kind, Op, Schedule, messages, needs
-from .waiting import Patience
+from .waiting import Doorbell, Patience
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -54,9 +54,11 @@ class Mailbox:
         spec: Callable[[Op], tuple[Spec, ...]],
         patience: Patience,
         delivery: Delivery = Delivery(),
+        bell: Doorbell | None = None,
     ):
+        """`bell` wakes the ranks of `comm` that share a node."""
         self.comm, self.schedule, self.spec = comm, schedule, spec
-        self.patience, self.delivery = patience, delivery
+        self.patience, self.delivery, self.bell = patience, delivery, bell
         mine = [m for m in messages(schedule) if comm.rank in (m.source, m.target)]
         self._targets = {m.op: m.target for m in mine if m.source == comm.rank}
         self._expected = [m.op for m in mine if m.target == comm.rank != m.source]
@@ -97,6 +99,8 @@ class Mailbox:
             for piece in pieces(tensor, self.delivery.limit_bytes):
                 request = isend(piece, target, self._tag(op, part))
                 self._leaving.append(Departure(request, op, tensor, tensor._version))
+        if self.bell:
+            self.bell.ring(target)
         self.poke()
 
     def poke(self) -> None:
@@ -134,10 +138,11 @@ class Mailbox:
             return self._to_self.pop(op)
         self._post()
         arrival = self._arriving.pop(op)
+        bell = self.bell if self.bell and self.schedule.worker(op) in self.bell.addresses else None
         if self.delivery.verify:
             arrival.verify(op, self.patience)
         else:
-            self.patience.wait(*arrival.requests)
+            self.patience.wait(*arrival.requests, bell=bell)
         self._post()
         return arrival.tensors
 

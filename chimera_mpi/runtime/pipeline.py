@@ -181,7 +181,8 @@ class Pipeline:
 
     def _mailbox(self, schedule: Schedule, settings: Settings) -> Mailbox:
         boundaries = Boundaries(schedule, self.cuts, self.traces)
-        return Mailbox(self.grid.pipeline, schedule, boundaries, self.patience, settings.delivery)
+        bell = self.grid.bell_of(self.grid.pipeline)
+        return Mailbox(self.grid.pipeline, schedule, boundaries, self.patience, settings.delivery, bell)
 
 
 def _check_ties(model: Model) -> None:

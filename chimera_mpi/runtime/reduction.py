@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 from .grid import Comm, Nearby
+from .waiting import Doorbell
 
 
 class Layout(NamedTuple):
@@ -33,6 +34,10 @@ class Sum(Protocol):
     is_share: bool
     start_at: int
 
+    @property
+    def bell(self) -> Doorbell | None:
+        """What rings when there is news, if something always does."""
+
     def start(self) -> None:
         """The buffer is whole on this rank."""
 
@@ -47,7 +52,7 @@ class Sum(Protocol):
 class MessageSum:
     """An all-reduce by MPI; none over one rank."""
 
-    in_order, is_share, start_at = True, False, 0
+    in_order, is_share, start_at, bell = True, False, 0, None
 
     def __init__(self, comm: Comm, layout: Layout):
         self.comm = comm
@@ -69,7 +74,7 @@ class MessageShares:
     The buffer is padded to equal shares; the sum of this rank's arrives at its beginning.
     """
 
-    in_order, is_share = True, True
+    in_order, is_share, bell = True, True, None
 
     def __init__(self, comm: Comm, layout: Layout):
         self.comm = comm
@@ -135,6 +140,7 @@ class SharedSum:
     layout: Layout
     signals: int  # where the two words are
     is_share: bool
+    doorbell: Doorbell | None
 
     def __post_init__(self) -> None:
         rank, size = self.memory.rank, self.layout.size
@@ -182,9 +188,16 @@ class SharedSum:
         self._handed = self._number
         self._signal(HANDED)
 
+    @property
+    def bell(self) -> Doorbell | None:
+        return self.doorbell if self.rail.size == 1 else None
+
     def _signal(self, what: int) -> None:
         self.memory.sync()
         self.memory.words[self.memory.rank][self.signals + what] = self._number
+        if self.doorbell:
+            for rank in range(len(self.buffers)):
+                self.doorbell.ring(rank)
 
     def _everybody(self, what: int) -> bool:
         if all(words[self.signals + what] >= self._number for words in self.memory.words):
@@ -199,13 +212,15 @@ def by_messages(comm: Comm, layouts: Sequence[Layout], sharded: bool) -> list[Su
     return [kind(comm, layout) for layout in layouts]
 
 
-def in_shared_memory(nearby: Nearby, layouts: Sequence[Layout], sharded: bool) -> tuple[SharedMemory, list[Sum]]:
-    """A sum for each layout, and the memory that they lie in. Collective."""
+def in_shared_memory(
+    nearby: Nearby, layouts: Sequence[Layout], sharded: bool, bell: Doorbell | None = None
+) -> tuple[SharedMemory, list[Sum]]:
+    """A sum for each layout, and the memory that they lie in; `bell` is for the ranks of the node. Collective."""
     sizes = [padded_bytes(layout, nearby.node.size) for layout in layouts]
     memory = SharedMemory(nearby.node, 2 * len(layouts), sum(sizes))
     pieces = zip(*(of_rank.split(sizes) for of_rank in memory.bytes), strict=True)
     return memory, [
-        SharedSum(memory, nearby.rail, [p.view(layout.dtype) for p in piece], layout, 2 * at, sharded)
+        SharedSum(memory, nearby.rail, [p.view(layout.dtype) for p in piece], layout, 2 * at, sharded, bell)
         for at, (layout, piece) in enumerate(zip(layouts, pieces, strict=True))
     ]
 

@@ -130,4 +130,4 @@ class Boundaries:
         if op.kind is Kind.FORWARD:
             return outputs[self.cuts[op.stage][-1]]
         entering = outputs[self.cuts[op.stage - 1][-1]]
-        return (*(spec for spec in entering if spec.dtype.is_floating_point), COUNT)
+        return (COUNT, *(spec for spec in entering if spec.dtype.is_floating_point))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mpi4py import MPI
+
+MOST_FILES = 1024  # that select() can watch
 
 
 @dataclass(frozen=True)
 class Patience:
     """Poll without pause for `spin_s`, then sleep between polls, from `nap_s` up to `longest_nap_s`.
 
-    A blocking MPI wait would spin for good, and on shared cores keep its neighbours from computing.
+    A blocking MPI wait would spin for good, and on shared cores keep its neighbours from computing. Where a doorbell
+    rings for what is awaited, the first nap is the longest one, and a ring is followed by polls without pause again:
+    MPI may need a few to take a message in.
     """
 
     spin_s: float
@@ -28,18 +35,87 @@ class Patience:
     def __str__(self) -> str:
         return f"waits spin {self.spin_s * 1e6:.0f} us, then sleep"
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def until(self, done: Callable[[], bool], bell: Doorbell | None = None) -> None:
         """Return once `done()`, which drives MPI's progress by itself."""
         if done():
             return
-        start = time.perf_counter()
-        nap = self.nap_s
+        sleep, nap = (bell.wait, self.longest_nap_s) if bell else (_sleep, self.nap_s)
+        awake = time.perf_counter()
         while not done():
-            if time.perf_counter() - start > self.spin_s:
-                time.sleep(nap)
+            if time.perf_counter() - awake > self.spin_s:
+                if sleep(nap):
+                    awake = time.perf_counter()
                 nap = min(nap * 1.05, self.longest_nap_s)
 
-    def wait(self, *requests: MPI.Request) -> None:
+    def wait(self, *requests: MPI.Request, bell: Doorbell | None = None) -> None:
         """Return once all `requests` are complete."""
         pending = list(requests)
-        self.until(lambda: MPI.Request.Testall(pending))
+        self.until(lambda: MPI.Request.Testall(pending), bell)
+
+
+class Doorbell:
+    """Wakes ranks of this node that wait for something from this one, and this one when another rings.
+
+    A ring is an empty datagram. It may come early, late or not at all: whoever waits looks for himself. Without rings
+    a rank that waits must wake and poll, so often that it takes time from those that compute, or so seldom that it
+    finds out late.
+    """
+
+    def __init__(self, listener: socket.socket, addresses: Mapping[int, bytes]):
+        """`addresses` are those of the ranks that can be reached."""
+        self.listener, self.addresses = listener, addresses
+
+    @staticmethod
+    def between(comm: MPI.Intracomm, node: MPI.Intracomm) -> Doorbell | None:
+        """A doorbell of each rank of `comm` that has neighbours, which are `node`; None where there is no such thing.
+
+        Collective over `node`.
+        """
+        listener = _listener()
+        ranks = node.group.Translate_ranks(None, comm.group)
+        everyone = node.allgather(listener and listener.getsockname())
+        if listener is None or None in everyone or node.size == 1:
+            return None
+        return Doorbell(listener, dict(zip(ranks, everyone, strict=True)))
+
+    def among(self, own: MPI.Intracomm, part: MPI.Intracomm) -> Doorbell:
+        """The same one for the ranks of `part`, a part of the communicator `own` that this one is for."""
+        ranks = enumerate(part.group.Translate_ranks(None, own.group))
+        return Doorbell(self.listener, {at: self.addresses[rank] for at, rank in ranks if rank in self.addresses})
+
+    def ring(self, rank: int) -> None:
+        """Wake `rank`, if it can be reached and waits."""
+        if address := self.addresses.get(rank):
+            with suppress(OSError):  # it has not heard the last rings yet, or is gone
+                self.listener.sendto(b"", address)
+
+    def wait(self, seconds: float) -> bool:
+        """Return when somebody rings, after `seconds` at the latest; whether somebody did."""
+        rung = bool(select.select([self.listener], [], [], seconds)[0])
+        if rung:
+            self._hear()
+        return rung
+
+    def close(self) -> None:
+        self.listener.close()
+
+    def _hear(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                self.listener.recv(1)
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _listener() -> socket.socket | None:
+    """A datagram socket with an address of its own, which vanishes with its process; on Linux."""
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        listener.bind("")
+    except (AttributeError, OSError):
+        return None
+    listener.setblocking(False)
+    return listener if listener.fileno() < MOST_FILES and listener.getsockname() else None

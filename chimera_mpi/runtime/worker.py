@@ -186,14 +186,14 @@ class Worker:
             (targets,) = kept.targets
             gradients: Tensors = (torch.full_like(targets, self.loss_scale), torch.zeros_like(targets))
         else:
-            *leaving, targets = received
+            targets, *leaving = received
             gradients = tuple(leaving)
         self.weights[op.place].use(op)
         self.gradients.count(op.place, targets)
         with self._filling(op):
             entering = way(kept.tape, gradients)
         if op.stage:
-            self.mailbox.send(op, (*entering, targets.to(COUNT.dtype)))
+            self.mailbox.send(op, (targets.to(COUNT.dtype), *entering))
         self._poke()
 
     def _filling(self, op: Op) -> AbstractContextManager[None]:

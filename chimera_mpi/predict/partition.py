@@ -32,7 +32,8 @@ def cut_by(costs: Sequence[float], schedule: Schedule) -> Cuts:
     """Cut so that the worker with the most to do has as little as can be found.
 
     `costs` are the layers', in any unit. What counts is the sum over all stages that a worker holds: in Chimera
-    stage s and D-1-s together. Starts from equal stages and moves single cuts as long as that helps.
+    stage s and D-1-s together; of cuts that are equal so, the one with the most even stages. Starts from equal stages
+    and moves single cuts as long as that helps.
     """
     points = [cut.start for cut in cut_uniformly(len(costs), schedule.stages)[1:]]
     best = _load(costs, points, schedule)
@@ -63,14 +64,19 @@ def _moves(points: list[int], layers: int) -> Iterator[list[int]]:
                     yield moved
 
 
-def _load(costs: Sequence[float], points: Sequence[int], schedule: Schedule) -> list[float]:
-    """The workers' loads, the largest first: to be made small in this order."""
-    return sorted(_loads(costs, points, schedule), reverse=True)
+def _load(costs: Sequence[float], points: Sequence[int], schedule: Schedule) -> tuple[list[float], list[float]]:
+    """The workers' loads and the stages', the largest first: to be made small in this order."""
+    workers, stages = _loads(costs, points, schedule), _stage_costs(costs, points)
+    return sorted(workers, reverse=True), sorted(stages, reverse=True)
+
+
+def _stage_costs(costs: Sequence[float], points: Sequence[int]) -> list[float]:
+    before = [0, *accumulate(costs)]
+    return [before[end] - before[start] for start, end in pairwise([0, *points, len(costs)])]
 
 
 def _loads(costs: Sequence[float], points: Sequence[int], schedule: Schedule) -> list[float]:
-    before = [0, *accumulate(costs)]
-    stages = [before[end] - before[start] for start, end in pairwise([0, *points, len(costs)])]
+    stages = _stage_costs(costs, points)
     loads = [0.0] * schedule.depth
     for pipe in schedule.pipes:
         for stage, worker in enumerate(pipe):

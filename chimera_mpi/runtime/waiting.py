@@ -71,12 +71,14 @@ class Doorbell:
 
         Collective over `node`.
         """
-        listener = _listener()
-        ranks = node.group.Translate_ranks(None, comm.group)
+        listener = _listener() if node.size > 1 else None
         everyone = node.allgather(listener and listener.getsockname())
-        if listener is None or None in everyone or node.size == 1:
+        if listener is None or None in everyone:
+            if listener:
+                listener.close()
             return None
-        return Doorbell(listener, dict(zip(ranks, everyone, strict=True)))
+        addresses = dict(zip(node.group.Translate_ranks(None, comm.group), everyone, strict=True))
+        return Doorbell(listener, {rank: address for rank, address in addresses.items() if rank != comm.rank})
 
     def among(self, own: MPI.Intracomm, part: MPI.Intracomm) -> Doorbell:
         """The same one for the ranks of `part`, a part of the communicator `own` that this one is for."""

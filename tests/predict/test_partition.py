@@ -54,3 +54,9 @@ def test_wrong_cuts_are_refused():
     for points in ([3], [3, 3, 5], [0, 2, 4], [2, 4, 10], [5, 4, 6]):
         with pytest.raises(InputError, match=r"give 3 rising numbers from 1 to 9"):
             cut_at(points, 10, 4)
+
+
+def test_among_equal_workers_the_stages_are_even():
+    """Each of Chimera's two workers holds the whole model, however it is cut."""
+    costs = [1, 1, 1, 1, 1, 1, 1, 1, 1, 3]
+    assert [len(cut) for cut in cut_by(costs, build("chimera", 2, 2))] == [6, 4]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from mpi4py import MPI
 
 from ..errors import InputError
 from .staging import DeviceAware, Direct, Event, Staging, Streams, ThroughHost
@@ -89,20 +90,23 @@ def awareness(asked: str | bool, library: str, kinds: str, environment: Mapping[
     FAQ, Running CUDA-aware Open MPI, 4): those go through host memory.
     """
     is_open_mpi = library.startswith("Open MPI")
-    if asked == "auto":
-        aware = "cuda" in kinds or (
-            "mpi_built_with_cuda_support:value:true" in ompi_info if is_open_mpi else _is_on(environment)
-        )
-    else:
+    if asked != "auto":
         aware = bool(asked)
+    elif kinds:
+        aware = "cuda" in kinds
+    elif is_open_mpi:
+        aware = "mpi_built_with_cuda_support:value:true" in ompi_info
+    else:
+        aware = any(environment.get(name) == "1" for name in ("MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU"))
     return Awareness(aware, aware and not is_open_mpi)
 
 
-def _is_on(environment: Mapping[str, str]) -> bool:
-    """Whether MPICH, or one of its kind, is asked to look where pointers point to. Without a word it may not be built
-    to, and says so only from MPI 4.1 on."""
-    words = [environment.get(name) for name in ("MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU", "MV2_USE_CUDA")]
-    return any(word is not None and word.lower() in ("1", "yes", "true", "on") for word in words)
+def awareness_of(comm: MPI.Intracomm, asked: str | bool, environment: Mapping[str, str], ompi_info: str) -> Awareness:
+    """That of the MPI library of this process."""
+    info = comm.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    return awareness(asked, MPI.Get_library_version(), kinds, environment, ompi_info)
 
 
 def staging_on(device: torch.device, aware: Awareness = UNAWARE) -> Staging:

@@ -90,13 +90,17 @@ class Mailbox:
             raise ValueError(f"{op} made {len(tensors)} tensors, a message has {Tags.parts} at most")
         for part, tensor in enumerate(tensors):
             tensor = tensor.contiguous()
-            outgoing = self.staging.leaving(tensor)
-            self._unsent.append(Letter(op, target, self._tag(op, part), outgoing, tensor, tensor._version))
+            if self.staging.in_place:
+                self._isend_pieces(op, target, self._tag(op, part), tensor)
+            else:
+                outgoing = self.staging.leaving(tensor)
+                self._unsent.append(Letter(op, target, self._tag(op, part), outgoing, tensor, tensor._version))
         self.poke()
 
     def poke(self) -> None:
         """Let go of the tensors that have left, and drive the progress of those that have not."""
-        self._despatch()
+        if self._unsent:
+            self._despatch()
         while self._leaving and self._leaving[0].request.Test():
             self._leaving.popleft().verify()
         if not (self.staging.in_place or self.delivery.verify):
@@ -126,15 +130,14 @@ class Mailbox:
         while self._unsent and self._unsent[0].outgoing.ready():
             letter = self._unsent.popleft()
             letter.verify()
-            outgoing = letter.outgoing
-            requests = [
-                self._isend(piece, letter.target, letter.tag)
-                for piece in pieces(outgoing.tensor, self.delivery.limit_bytes)
-            ]
-            for request in requests:
-                last = outgoing if request is requests[-1] else None
-                self._leaving.append(Departure(request, letter.op, outgoing.tensor, outgoing.tensor._version, last))
+            self._isend_pieces(letter.op, letter.target, letter.tag, letter.outgoing.tensor)
+            if letter.tensor.nbytes:
+                self._leaving.append(self._leaving.pop()._replace(outgoing=letter.outgoing))
         return not self._unsent
+
+    def _isend_pieces(self, op: Op, target: int, tag: int, tensor: torch.Tensor) -> None:
+        for piece in pieces(tensor, self.delivery.limit_bytes):
+            self._leaving.append(Departure(self._isend(piece, target, tag), op, tensor, tensor._version))
 
     def _hasten(self) -> None:
         """Move on to the device what has come in, before it is needed."""
@@ -146,13 +149,13 @@ class Mailbox:
     def _irecv(self, op: Op) -> Arrival:
         source = self.schedule.worker(op)
         incoming = tuple(self.staging.arriving(spec) for spec in self.spec(op))
-        parts = [
-            (piece, self._tag(op, part))
-            for part, of in enumerate(incoming)
-            for piece in pieces(of.tensor, self.delivery.limit_bytes)
-        ]
-        requests = [self.comm.Irecv(piece, source, tag) for piece, tag in parts]
-        return Arrival(requests, incoming, [piece.nbytes for piece, _ in parts])
+        requests, sizes = [], []
+        for part, of in enumerate(incoming):
+            tag = self._tag(op, part)
+            for piece in pieces(of.tensor, self.delivery.limit_bytes):
+                requests.append(self.comm.Irecv(piece, source, tag))
+                sizes.append(piece.nbytes)
+        return Arrival(requests, incoming, sizes)
 
     def _take(self, op: Op) -> Tensors:
         if op in self._to_self:
@@ -168,7 +171,8 @@ class Mailbox:
         return tuple(part.take() for part in arrival.parts)
 
     def _has_come(self, requests: list[MPI.Request]) -> bool:
-        self._despatch()  # what is awaited may be made of it
+        if self._unsent:
+            self._despatch()  # what is awaited may be made of it
         return MPI.Request.Testall(requests)
 
 
@@ -196,7 +200,7 @@ class Departure(NamedTuple):
     op: Op
     tensor: torch.Tensor
     version: int
-    outgoing: Outgoing | None
+    outgoing: Outgoing | None = None
 
     def verify(self) -> None:
         """It has left."""
@@ -257,6 +261,8 @@ def tag_bound(comm: MPI.Comm) -> int:
 def pieces(tensor: torch.Tensor, limit_bytes: int) -> list[MPI.buffer]:
     """The memory of a contiguous tensor in buffers of at most `limit_bytes`."""
     address, nbytes = tensor.data_ptr(), tensor.nbytes
+    if 0 < nbytes <= limit_bytes:
+        return [MPI.buffer.fromaddress(address, nbytes)]
     return [
         MPI.buffer.fromaddress(address + start, min(limit_bytes, nbytes - start))
         for start in range(0, nbytes, limit_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -155,11 +155,16 @@ class CudaStreams(Streams):
 
     def pin(self, memory: torch.Tensor) -> None:
         if memory.nbytes:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+            _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
 
     def unpin(self, memory: torch.Tensor) -> None:
         if memory.nbytes:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+            _check(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
+
+def _check(status: Any) -> None:
+    if int(status):
+        raise RuntimeError(f"CUDA cannot pin or unpin shared memory: error {int(status)}")
 
 
 def _copy(stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Event) -> torch.cuda.Event:

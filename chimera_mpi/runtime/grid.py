@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from ..errors import InputError
 from ..schedule import Schedule
+from ..timer import sharpen_timer
 from .waiting import Patience
 
 Comm = MPI.Intracomm
@@ -30,6 +31,7 @@ class Grid:
     """
 
     def __init__(self, comm: Comm, depth: int):
+        sharpen_timer()
         self.depth, self.width = depth, width_of(comm.size, depth)
         self.world: Comm = comm.Dup()
         self.replica, self.worker = divmod(comm.rank, depth)

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from _bench import run_ours, save, show
 
 PEAK_FLOPS_PER_S = {  # dense bf16, from the makers' data sheets
     "B200": 2.25e15,
@@ -57,9 +55,8 @@ def main() -> int:
             print(json.dumps(found), flush=True)
         return 0
     results = measure(args.device)
-    print("\n".join(table(results)))
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    tell(results)
+    save(args.json, results)
     return int(not all(row["equal"] for row in results["shared"]))
 
 
@@ -89,18 +86,8 @@ def measure(device: str) -> dict[str, Any]:
 
 def part(ranks: int, device: str, **asked: Any) -> Any:
     """What a job of `ranks` ranks finds."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    mpiexec = shutil.which("mpiexec", path=path)
-    assert mpiexec, "no mpiexec on the PATH"
-    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
-    options = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in version or "OpenRTE" in version else []
-    command = [sys.executable, "-m", "mpi4py", __file__, "--device", device, "--part", json.dumps(asked)]
-    job = subprocess.run(
-        [mpiexec, *options, "-n", str(ranks), *command], stdout=subprocess.PIPE, text=True, timeout=300
-    )
-    if job.returncode:
-        raise SystemExit(f"{ranks} rank(s) of {asked} ended with {job.returncode}")
-    return json.loads(job.stdout.splitlines()[-1])
+    said = run_ours(ranks, "-m", "mpi4py", __file__, "--device", device, "--part", json.dumps(asked))
+    return json.loads(said.splitlines()[-1])
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -236,25 +223,41 @@ def copies(device: str, nbytes: int = 256 << 20) -> dict[str, float]:
 PARTS = {"device": facts, "pipeline": pipeline, "plain": plain, "copies": copies}
 
 
-def table(results: dict[str, Any]) -> list[str]:
+def tell(results: dict[str, Any]) -> None:
     peak = results["peak_flops_per_s"]
-    lines = [f"{results['device']}, peak {peak / 1e12:.1f} TFLOP/s in bf16 ({results['peak_from']})", ""]
-    lines.append("one rank            precision    tokens/s   TFLOP/s   of peak      loss")
-    for row in results["speed"]:
-        name = {"plain": "plain PyTorch", "pipeline": "chimera-mpi, D=1"}[row["what"]]
-        lines.append(
-            f"{name:20}{row['precision']:9}{row['tokens_per_s']:12.0f}{row['flops_per_s'] / 1e12:10.2f}"
-            f"{row['flops_per_s'] / peak:10.1%}{row['losses'][-1]:10.4f}"
-        )
-    lines += ["", "ranks on one GPU    precision    tokens/s   largest relative difference of a loss to one rank's"]
-    for row in results["shared"]:
-        verdict = "" if row["equal"] else "  NOT EQUAL"
-        name = f"D={row['depth']} {row['scheme']}"
-        lines.append(f"{name:20}{row['precision']:9}{row['tokens_per_s']:12.0f}{row['difference']:12.1e}{verdict}")
-    if results["copies"]:
-        told = (f"{name.split('_')[0]} {rate / 1e9:.1f} GB/s" for name, rate in results["copies"].items())
-        lines += ["", f"staging: {', '.join(told)}"]
-    return lines
+    print(f"{results['device']}, peak {peak / 1e12:.1f} TFLOP/s in bf16 ({results['peak_from']})\n")
+    names = {"plain": "plain PyTorch", "pipeline": "chimera-mpi, D=1"}
+    show(
+        "one rank",
+        ("", "precision", "tokens/s", "TFLOP/s", "of peak", "loss"),
+        [
+            (
+                names[row["what"]],
+                row["precision"],
+                f"{row['tokens_per_s']:.0f}",
+                f"{row['flops_per_s'] / 1e12:.2f}",
+                f"{row['flops_per_s'] / peak:.1%}",
+                f"{row['losses'][-1]:.4f}",
+            )
+            for row in results["speed"]
+        ],
+    )
+    show(
+        "ranks that share the device, and the largest relative difference of a loss to one rank's",
+        ("", "precision", "tokens/s", "difference", ""),
+        [
+            (
+                f"D={row['depth']} {row['scheme']}",
+                row["precision"],
+                f"{row['tokens_per_s']:.0f}",
+                f"{row['difference']:.1e}",
+                "equal" if row["equal"] else "NOT EQUAL",
+            )
+            for row in results["shared"]
+        ],
+    )
+    for name, rate in results["copies"].items():
+        print(f"staging, {name.split('_')[0]}: {rate / 1e9:.1f} GB/s")
 
 
 if __name__ == "__main__":

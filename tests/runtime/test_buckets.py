@@ -9,7 +9,7 @@ import torch
 from case import Case, mini_batch, tiny
 from test_laws import every_scheme, frozen
 
-from chimera_mpi.runtime.gradients import bucket_runs
+from chimera_mpi.runtime.gradients import bucket_runs, sum_of_squares
 from chimera_mpi.runtime.stage import Recompute
 from chimera_mpi.schedule import SCHEMES, STREAMS, Kind, ScheduleError, accumulated, build, completing
 
@@ -142,3 +142,10 @@ def test_accumulation_adds_steps_up(comm, schedule):
 @pytest.mark.mpi(4)
 def test_accumulation_in_data_parallelism(comm):
     Case(comm, accumulated(build("1f1b", 1, 2), 4, "eager"), tiny(tied=True)).run()
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 300_000])
+@pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
+def test_squares_add_up_in_double(size, dtype, relative):
+    flat = torch.randn(size, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    assert sum_of_squares(flat) == pytest.approx(flat.double().square().sum().item(), rel=relative, abs=0)

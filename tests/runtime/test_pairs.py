@@ -7,6 +7,7 @@ To have another thing in it, add its values to `FACTORS`; one that is no field o
 from __future__ import annotations
 
 import inspect
+from functools import cache, wraps
 from itertools import combinations, product
 
 import pytest
@@ -72,8 +73,12 @@ def refusal(scheme, depth, sharded):
     return None
 
 
-def accepted(scheme, depth, sharded):
-    return refusal(scheme, depth, sharded) is None
+@wraps(refusal)
+def accepted(**chosen):
+    return refusal(**chosen) is None
+
+
+REFUSABLE = tuple(inspect.signature(refusal).parameters)
 
 
 POSSIBLE = Grid(FACTORS, (fits, has_micro_batches))
@@ -82,16 +87,17 @@ ACCEPTED = Grid(FACTORS, (fits, has_micro_batches, accepted))
 
 def refused():
     """A row for each choice that `refusal` is about and refuses."""
-    names = list(inspect.signature(refusal).parameters)
-    for values in product(*(FACTORS[name] for name in names)):
+    for values in product(*(FACTORS[name] for name in REFUSABLE)):
         if refusal(*values):
-            yield POSSIBLE.completed(dict(zip(names, values, strict=True)))
+            yield POSSIBLE.completed(dict(zip(REFUSABLE, values, strict=True)))
 
 
 def parametrized(rows):
-    names = {id(row): "-".join(f"{value}" for value in row.values()) for row in rows}
-    marks = {id(row): pytest.mark.mpi(row["depth"] * row["width"]) for row in rows}
-    return pytest.mark.parametrize("row", [pytest.param(row, id=names[id(row)], marks=marks[id(row)]) for row in rows])
+    def parameter(row):
+        ranks = row["depth"] * row["width"]
+        return pytest.param(row, id="-".join(map(str, row.values())), marks=pytest.mark.mpi(ranks))
+
+    return pytest.mark.parametrize("row", [parameter(row) for row in rows])
 
 
 def case_of(
@@ -116,12 +122,18 @@ def case_of(
     return Case(
         comm,
         accumulated(schedule, accumulate, sync),
-        freeze(tiny(tied=tied, dropout=dropout), FROZEN[frozen]),
+        model_of(tied, dropout, FROZEN[frozen]),
         2 * N * accumulate * width - SHORT_OF_EVEN[samples],
         recompute=RECOMPUTE[recompute],
         delivery=DELIVERY[delivery],
         **settings,
     )
+
+
+@cache
+def model_of(tied, dropout, layers):
+    """Few, so that each is traced once."""
+    return freeze(tiny(tied=tied, dropout=dropout), layers)
 
 
 @parametrized(ACCEPTED.rows)
@@ -131,9 +143,9 @@ def test_equals_one_process(comm, row):
     case.pipeline.close()
 
 
-@parametrized(list(refused()))
+@parametrized(refused())
 def test_what_does_not_go_together_is_refused(comm, row):
-    with pytest.raises(InputError, match=refusal(row["scheme"], row["depth"], row["sharded"])):
+    with pytest.raises(InputError, match=refusal(*(row[name] for name in REFUSABLE))):
         case_of(comm, **row)
 
 

@@ -93,6 +93,10 @@ class Config(BaseModel):
     spans_every: Count = Field(10, description="steps between those whose spans are logged")
 
     # the machine
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where torch sees one")
+    device_aware_mpi: Literal["auto"] | Switch = Field(
+        "auto", description="whether MPI takes memory of GPUs; otherwise messages go through pinned host memory"
+    )
     threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = Field(
         None, description="of each rank; else cores of the node / ranks on it"
     )

@@ -28,6 +28,7 @@ from .runtime.optimizer import LearningRate, Recipe
 from .runtime.pipeline import Pipeline, Settings
 from .runtime.profile import layer_seconds
 from .runtime.stage import Recompute, trace
+from .runtime.staging import Direct, Staging
 from .runtime.waiting import Patience
 from .runtime.worker import Feed, MicroBatch, Sums, Targets
 from .schedule import Schedule
@@ -152,9 +153,12 @@ class Part:
         job: Job,
         entering: Callable[[int], Sequence[Spec]],
         clock: Callable[[], float] = time.perf_counter,
+        staging: Staging = Direct(),
     ):
-        """`entering(size)` are the tensors that enter layer 0 with a micro-batch of that size."""
+        """`entering(size)` are the tensors that enter layer 0 with a micro-batch of that size; `staging` has the
+        device that this rank computes on."""
         self.grid, self.job, self.patience = grid, job, patience_of(grid, job.config)
+        self.staging = staging
         self.largest = entering(max(job.sizes))
         self.first = grid.replica * job.plan.micro_batches
         self.pipeline = Pipeline(
@@ -183,6 +187,7 @@ class Part:
             patience=self.patience,
             sharded=config.optimizer_sharding == "replicas",
             cuts=tuple(self.job.cuts),
+            staging=self.staging,
         )
 
     def _loss_scale(self) -> float:
@@ -227,12 +232,13 @@ class Run:
         validation: Corpus,
         log: RunLog | None = None,
         tell: Callable[[Progress], None] = lambda progress: None,
+        staging: Staging = Direct(),
     ):
         self.job, self.log, self.tell = job, log, tell
         config = job.config
         self.grid = Grid(comm, config.depth)
         self.clock = aligned_clock(self.grid.world, patience_of(self.grid, config))
-        self.part = Part(self.grid, job, self._entering, self.clock)
+        self.part = Part(self.grid, job, self._entering, self.clock, staging)
         self.pipeline = self.part.pipeline
         self.read = reader(job, corpus)
         self.read_validation = partial(read_micro_batch, job.task.batches(validation, job.sizes, None))
@@ -323,7 +329,7 @@ class Run:
         self.tell(Progress(step, steps, total.mean_loss, total.grad_norm, seconds, per_s, validation_loss))
 
 
-def measured(comm: Comm, patience: Patience, job: Job, read: Read) -> Job:
+def measured(comm: Comm, patience: Patience, job: Job, read: Read, staging: Staging = Direct()) -> Job:
     """Where the partition is to be measured, the job cut by the layers' seconds on the first micro-batch, as rank 0
     measures them; else the job as it is. Collective."""
     if job.config.partition != "measured":
@@ -331,7 +337,8 @@ def measured(comm: Comm, patience: Patience, job: Job, read: Read) -> Job:
     seconds = np.zeros(len(job.task.model.layers))
     if comm.rank == 0:
         inputs, targets = read(0, 0)
-        seconds[:] = layer_seconds(job.task.model, inputs, targets, PRECISIONS[job.config.precision])
+        dtype = PRECISIONS[job.config.precision]
+        seconds[:] = layer_seconds(job.task.model, inputs, targets, dtype, staging=staging)
     patience.wait(comm.Ibcast(seconds))
     return job.cut_by(seconds.tolist())
 

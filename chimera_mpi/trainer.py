@@ -18,6 +18,7 @@ from .data import even_sizes
 from .errors import InputError
 from .models import Model, as_model, make_layer, named_layers
 from .runtime.agreement import agree, meet, take_values_of_root
+from .runtime.device import awareness_of, staging_on, use_device
 from .runtime.grid import Comm, Grid, width_of
 from .runtime.mailbox import Spec, Tensors
 from .runtime.optimizer import LearningRate
@@ -68,7 +69,8 @@ class Trainer:
         `loss(*outputs, targets) -> (sum, count)`; without one, the cross entropy of tokens. `keys` are those of
         config.py as on the command line, with the same defaults: scheme, depth, micro_batches, optimizer, clip,
         weight_decay, precision, recompute, partition, seed, ... The ranks of `comm` / depth are the replicas of the
-        pipeline. `threads` sets torch's threads, which otherwise stay as they are.
+        pipeline. `threads` sets torch's threads, which otherwise stay as they are. With device="auto" the ranks of a
+        node take its GPUs in turn, if there are any.
 
         The learning rate is constant, unless `steps` is given: then, as on the command line, it rises linearly over
         `warmup_steps` and falls by a cosine to `minimum_learning_rate` at `steps`. With `warmup_steps` alone it
@@ -90,6 +92,8 @@ class Trainer:
             torch.set_num_threads(self.config.threads)
         self.grid = Grid(comm, self.config.depth)
         self._patience = patience_of(self.grid, self.config)
+        device = agree(comm, lambda: use_device(self.config.device, self.grid.node.rank))
+        self._staging = staging_on(device, awareness_of(comm, self.config.device_aware_mpi, {}, ""))
         take_values_of_root(self.grid.world, self._patience, weights.values(), self.config.message_limit_bytes)
         self.steps_done = 0
         self._part: Part | None = None
@@ -108,7 +112,9 @@ class Trainer:
         step = self.steps_done
         rate, batch = self._meet(lambda: self._prepare(f"step {step}", inputs, targets, self._rate_of(step)))
         part = self._fit(batch)
-        with torch.random.fork_rng(devices=[]):  # layers draw by rule, from the generator that is the caller's
+        device = self._staging.device
+        # Layers draw by rule, from the generators that are the caller's.
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
             _, (sums,) = part.pipeline.run(part.feed(batch.read, step), step, lambda step: rate)
         self.steps_done += 1
         total = part.total(sums)
@@ -173,8 +179,8 @@ class Trainer:
         if self._part is None:
             entering = batch.entering(max(batch.sizes))
             job = job_of(self.config, self.grid.width, self._plan, Task(self.model), batch.sizes, entering)
-            job = measured(self.grid.world, self._patience, job, batch.read)
-            self._part = Part(self.grid, job, batch.entering)
+            job = measured(self.grid.world, self._patience, job, batch.read, self._staging)
+            self._part = Part(self.grid, job, batch.entering, staging=self._staging)
         elif shapes != self._expected:
             self._part.expect(batch.sizes, batch.entering)
         self._expected = shapes

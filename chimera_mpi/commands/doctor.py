@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InputError
+from ._devices import find_staging
 from ._ranks import ending_together, refuse_singletons
 
 if TYPE_CHECKING:
@@ -80,9 +81,16 @@ def _findings(world: Any) -> Iterator[Finding]:
         "ranks share cores: start fewer for speed" if shared else "",
     )
     yield _locking()
+    yield _devices(world, node.rank)
     if world.size > 1:
         yield _ring(world, node.patience)
         yield _allreduce(world, node.patience)
+
+
+def _devices(world: Any, local_rank: int) -> Finding:
+    from ..config import checked
+
+    return Finding("ok", "devices", find_staging(world, local_rank, checked({}))[1])
 
 
 def _launcher(world: Any) -> Finding:
@@ -138,6 +146,7 @@ def _random_corpus(config: Config, task: Task) -> Corpus:
 def _parity(world: Any, overrides: list[str]) -> int:
     from ..config import load
     from ..runtime.agreement import agree
+    from ..runtime.grid import find_node
     from ..runtime.parity import parity
     from ..runtime.pipeline import Settings
     from ..train import plan_job, read_micro_batch, recompute_of
@@ -149,10 +158,12 @@ def _parity(world: Any, overrides: list[str]) -> int:
         raise InputError(f"{config.scheme} is asynchronous and does not equal one process: try scheme=chimera")
     batches = job.task.batches(_random_corpus(config, job.task), job.sizes, config.seed)
     micro_batches = [read_micro_batch(batches, 0, number) for number in range(len(job.sizes))]
-    settings = Settings(seed=config.seed, recompute=recompute_of(config), cuts=tuple(job.cuts))
+    staging, devices = find_staging(world, find_node(world).rank, config)
+    settings = Settings(seed=config.seed, recompute=recompute_of(config), cuts=tuple(job.cuts), staging=staging)
     differences = parity(world, job.plan.schedule, job.task.model, micro_batches, settings)
     worst = world.bcast(max(d.relative for d in differences) if differences else None)
     if differences:
+        print(f"devices: {devices}")
         print("stage  rank  largest relative difference of a weight after two steps, to one process in float64")
         for difference in differences:
             print(f"{difference.stage:5}{difference.rank:6}  {difference.relative:.1e}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import InputError
 from ..host import keep_freed_memory
 from ..predict import weight_versions
+from ._devices import find_staging
 from ._ranks import ending_together, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def _train(world: Any, args: argparse.Namespace) -> int:
 
     config = agree(world, lambda: load(args.source, args.overrides))
     job = agree(world, lambda: plan_job(config, world.size))
+    node = find_node(world)
+    staging, devices = find_staging(world, node.rank, config)
     data = config.data or DEFAULT_DATA
     on_rank_0 = partial(_on_rank_0, world)
     agree(world, on_rank_0(lambda: None if config.data else _prepare_default(data)))
@@ -69,16 +72,15 @@ def _train(world: Any, args: argparse.Namespace) -> int:
         world, lambda: [open_corpus(data, part, config.sequence_length) for part in ("train", "validation")]
     )
     agree(world, lambda: check_vocabulary(job.task, corpus))
-    node = find_node(world)
     threads = set_threads(config.threads, node.threads)
     if config.keep_freed_memory:
         keep_freed_memory()
-    job = measured(world, node.patience, job, reader(job, corpus))
-    facts = _facts(world, threads)
+    job = measured(world, node.patience, job, reader(job, corpus), staging)
+    facts = {**_facts(world, threads), "devices": devices}
     log = agree(world, on_rank_0(lambda: _create_log(job, validation, world.size, facts)))
-    run = Run(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody)
+    run = Run(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody, staging)
     if world.rank == 0:
-        print(_opening(job, world.size, threads, str(run.part.patience)), flush=True)
+        print(_opening(job, world.size, threads, devices, str(run.part.patience)), flush=True)
     with log or nullcontext():
         run.run()
     run.close()
@@ -145,11 +147,11 @@ def _facts(world: Any, threads: int) -> dict[str, Any]:
     }
 
 
-def _opening(job: Job, ranks: int, threads: int, patience: str) -> str:
+def _opening(job: Job, ranks: int, threads: int, devices: str, patience: str) -> str:
     config = job.config
     return (
         f"{config.model} with {config.scheme}: {ranks} ranks = depth {config.depth} x width {job.width}, "
-        f"{threads} thread{'s' * (threads > 1)} each, {patience}; "
+        f"{threads} thread{'s' * (threads > 1)} each, {devices}, {patience}; "
         f"{sum(job.sizes)} samples a step in {len(job.sizes)} micro-batches\n"
         f"stages of {', '.join(str(len(cut)) for cut in job.cuts)} layers; "
         f"the busiest worker has {job.imbalance:.2f} times the mean {job.balanced}{_staleness(job)}"

@@ -16,8 +16,9 @@ from torch import nn
 
 from ..schedule import Place, Schedule
 from .grid import Comm, Grid, Nearby, free_shared_bytes, holders
-from .reduction import Layout, SharedMemory, Sum, by_messages, in_shared_memory
+from .reduction import Layout, SharedMemory, StagedSum, Sum, by_messages, in_shared_memory, zeros
 from .stage import Stage
+from .staging import Direct, Staging
 from .waiting import Patience
 
 BUCKET_BYTES = 4 << 20
@@ -56,13 +57,13 @@ class Bucket:
         self.ready.add(place)
         return news and self.ready == self.after
 
-    def divide(self, by: float) -> float:
-        """Make sums means; the sum of squares for which this rank answers."""
+    def divide(self, by: float) -> torch.Tensor | None:
+        """Make sums means; the sum of squares for which this rank answers, still on the device."""
         if self.divided:
-            return 0.0
+            return None
         self.divided = True
         self.mine.div_(by)
-        return sum_of_squares(self.mine) if self.answers else 0.0
+        return sum_of_squares(self.mine) if self.answers else None
 
     def release(self, place: Place) -> None:
         self.used.add(place)
@@ -97,9 +98,10 @@ class Gradients:
         sharded: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         shared_from_bytes: float = SHARED_FROM_BYTES,
+        staging: Staging = Direct(),
     ):
         """With `sharded` each replica of a stage has the sums of a share of its gradients; of tied ones, of all."""
-        self.grid, self.patience, self.stages = grid, patience, stages
+        self.grid, self.patience, self.stages, self.staging = grid, patience, stages, staging
         self._pieces: dict[nn.Parameter, torch.Tensor] = {}
         self._of_place: dict[Place, list[Bucket]] = {place: [] for place in stages}
         self._under_way: list[Sum] = []
@@ -127,6 +129,7 @@ class Gradients:
     def close(self) -> None:
         """Collective. The gradients must not be used any more."""
         for memory in self._memories:
+            self.staging.unpin(memory.bytes[memory.rank])
             memory.close()
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -193,7 +196,9 @@ class Gradients:
         bells = [of.bell for of in awaited]
         self.patience.until(lambda: not self._is_under_way(awaited), bells[0] if all(bells) else None)
         targets = self._own_buckets[place][0].sum.count.item()
-        return math.fsum(bucket.divide(max(targets, 1.0) * loss_scale) for bucket in self._of_place[place])
+        squares = [bucket.divide(max(targets, 1.0) * loss_scale) for bucket in self._of_place[place]]
+        mine = [of_bucket for of_bucket in squares if of_bucket is not None]
+        return math.fsum(torch.stack(mine).tolist()) if mine else 0.0  # one wait for the device
 
     def settled(self, place: Place) -> bool:
         """Whether `settle` has been called since the last `release`."""
@@ -250,11 +255,19 @@ class Gradients:
                     bind(p, self._pieces[p])
 
     def _sums(self, comm: Comm, layouts: Sequence[Layout], sharded: bool) -> list[Sum]:
+        """Sums of buffers on this rank's device. Collective over `comm`."""
+        if comm.size == 1:
+            return by_messages(comm, layouts, sharded, partial(zeros, device=self.staging.device))
+        sums = self._sums_for_mpi(comm, layouts, sharded)
+        return sums if self.staging.in_place else [StagedSum(each, self.staging) for each in sums]
+
+    def _sums_for_mpi(self, comm: Comm, layouts: Sequence[Layout], sharded: bool) -> list[Sum]:
         """In shared memory where replicas share a node and it pays, else by messages. Collective over `comm`."""
         nearby = self._nearby(comm, sum(layout.size * layout.dtype.itemsize for layout in layouts))
         if nearby is None or (sharded and nearby.rail.size > 1):
-            return by_messages(comm, layouts, sharded)
+            return by_messages(comm, layouts, sharded, self.staging.summed)
         memory, sums = in_shared_memory(nearby, layouts, sharded, self.grid.bell_of(nearby.node))
+        self.staging.pin(memory.bytes[memory.rank])
         self._memories.append(memory)
         return sums
 
@@ -266,7 +279,7 @@ class Gradients:
         if nearby is None or nearby.node.size == 1:
             return None
         mine = sum(p.numel() * accumulated_in(p.dtype).itemsize for s in self.stages.values() for p in trainable(s))
-        has_room = mine * self.grid.node.ranks < 0.8 * free_shared_bytes()
+        has_room = not self.staging.sums_on_device and mine * self.grid.node.ranks < 0.8 * free_shared_bytes()
         return nearby if comm.allreduce(has_room, MPI.LAND) else None
 
 
@@ -282,12 +295,12 @@ def bucket_runs(parameters: Sequence[nn.Parameter], limit_bytes: int) -> list[sl
     return [slice(start, end) for end, start in zip(ends, [*ends[1:], 0], strict=True)]
 
 
-def sum_of_squares(flat: torch.Tensor, row: int = 1024) -> float:
+def sum_of_squares(flat: torch.Tensor, row: int = 1024) -> torch.Tensor:
     """Row by row in the dtype of `flat`, the rows in double: to 1e-6 of singles, at a hundredth of the time that double
     takes throughout."""
     whole = len(flat) // row * row
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1).double().square().sum()
-    return (rows + flat[whole:].double().square().sum()).item()
+    return rows + flat[whole:].double().square().sum()
 
 
 def summed_in(parameters: Sequence[nn.Parameter]) -> torch.dtype:

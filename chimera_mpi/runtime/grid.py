@@ -106,11 +106,13 @@ def free_shared_bytes() -> float:
 
 
 class Node(NamedTuple):
-    """How many ranks share this rank's memory, how many cores they have, and how many of those are this rank's."""
+    """How many ranks share this rank's memory, how many cores they have, how many of those are this rank's, and
+    which of the ranks it is."""
 
     ranks: int
     cores: int
     own_cores: int
+    rank: int = 0
 
     @property
     def threads(self) -> int:
@@ -126,6 +128,6 @@ def find_node(comm: MPI.Comm) -> Node:
     """Collective over `comm`."""
     together = comm.Split_type(MPI.COMM_TYPE_SHARED)
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    node = Node(together.size, len(set().union(*together.allgather(own))), len(own))
+    node = Node(together.size, len(set().union(*together.allgather(own))), len(own), together.rank)
     together.Free()
     return node

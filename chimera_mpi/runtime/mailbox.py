@@ -12,16 +12,10 @@ import torch
 from mpi4py import MPI
 
 from ..schedule import Kind, Op, Schedule, messages, needs
+from .staging import Direct, Incoming, Outgoing, Spec, Staging, Tensors
 from .waiting import Doorbell, Patience
 
-Tensors = tuple[torch.Tensor, ...]
-
-
-class Spec(NamedTuple):
-    """What a tensor of a message looks like."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+__all__ = ["Delivery", "Mailbox", "Spec", "Tags", "Tensors", "pieces", "tag_bound"]
 
 
 @dataclass(frozen=True)
@@ -54,17 +48,21 @@ class Mailbox:
         spec: Callable[[Op], tuple[Spec, ...]],
         patience: Patience,
         delivery: Delivery = Delivery(),
+        staging: Staging = Direct(),
         bell: Doorbell | None = None,
     ):
         """`bell` wakes the ranks of `comm` that share a node."""
         self.comm, self.schedule, self.spec = comm, schedule, spec
-        self.patience, self.delivery, self.bell = patience, delivery, bell
+        self.patience, self.delivery, self.staging = patience, delivery, staging
+        self.bell = bell if staging.in_place else None  # a device completes what it has without a ring
+        self._isend = comm.Issend if delivery.synchronous else comm.Isend
         mine = [m for m in messages(schedule) if comm.rank in (m.source, m.target)]
         self._targets = {m.op: m.target for m in mine if m.source == comm.rank}
         self._expected = [m.op for m in mine if m.target == comm.rank != m.source]
         self._tag = Tags(schedule, tag_bound(comm))
         self._ahead: deque[Op] = deque()
         self._arriving: dict[Op, Arrival] = {}
+        self._unsent: deque[Letter] = deque()
         self._leaving: deque[Departure] = deque()
         self._to_self: dict[Op, Tensors] = {}
 
@@ -91,25 +89,35 @@ class Mailbox:
         specs = self.spec(op)
         if [Spec(tuple(t.shape), t.dtype) for t in tensors] != list(specs):
             raise TypeError(f"{op} made {[(tuple(t.shape), t.dtype) for t in tensors]}, its receiver expects {specs}")
-        isend = self.comm.Issend if self.delivery.synchronous else self.comm.Isend
         if len(tensors) > Tags.parts:
             raise ValueError(f"{op} made {len(tensors)} tensors, a message has {Tags.parts} at most")
         for part, tensor in enumerate(tensors):
             tensor = tensor.contiguous()
-            for piece in pieces(tensor, self.delivery.limit_bytes):
-                request = isend(piece, target, self._tag(op, part))
-                self._leaving.append(Departure(request, op, tensor, tensor._version))
+            if self.staging.in_place:
+                self._isend_pieces(op, target, self._tag(op, part), tensor)
+            else:
+                outgoing = self.staging.leaving(tensor)
+                self._unsent.append(Letter(op, target, self._tag(op, part), outgoing, tensor, tensor._version))
         if self.bell:
             self.bell.ring(target)
         self.poke()
 
     def poke(self) -> None:
         """Let go of the tensors that have left, and drive the progress of those that have not."""
+        if self._unsent:
+            self._despatch()
         while self._leaving and self._leaving[0].request.Test():
             self._leaving.popleft().verify()
+        if not (self.staging.in_place or self.delivery.verify):
+            self._hasten()
+
+    def push(self) -> None:
+        """Hand to MPI all that was sent: others may need it before they do what this rank will wait for."""
+        self.patience.until(self._despatch)
 
     def flush(self) -> None:
         """End a step: wait until all has left. Raises RuntimeError if anything was never taken."""
+        self.push()
         self.patience.wait(*(departure.request for departure in self._leaving))
         while self._leaving:
             self._leaving.popleft().verify()
@@ -122,16 +130,37 @@ class Mailbox:
             op = self._ahead.popleft()
             self._arriving[op] = self._irecv(op)
 
+    def _despatch(self) -> bool:
+        """Hand to MPI, in their order, the tensors that are ready; whether none is left."""
+        while self._unsent and self._unsent[0].outgoing.ready():
+            letter = self._unsent.popleft()
+            letter.verify()
+            self._isend_pieces(letter.op, letter.target, letter.tag, letter.outgoing.tensor)
+            if letter.tensor.nbytes:
+                self._leaving.append(self._leaving.pop()._replace(outgoing=letter.outgoing))
+        return not self._unsent
+
+    def _isend_pieces(self, op: Op, target: int, tag: int, tensor: torch.Tensor) -> None:
+        for piece in pieces(tensor, self.delivery.limit_bytes):
+            self._leaving.append(Departure(self._isend(piece, target, tag), op, tensor, tensor._version))
+
+    def _hasten(self) -> None:
+        """Move on to the device what has come in, before it is needed."""
+        for arrival in self._arriving.values():
+            if MPI.Request.Testall(arrival.requests):
+                for part in arrival.parts:
+                    part.hasten()
+
     def _irecv(self, op: Op) -> Arrival:
         source = self.schedule.worker(op)
-        tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in self.spec(op))
-        parts = [
-            (piece, self._tag(op, part))
-            for part, tensor in enumerate(tensors)
-            for piece in pieces(tensor, self.delivery.limit_bytes)
-        ]
-        requests = [self.comm.Irecv(piece, source, tag) for piece, tag in parts]
-        return Arrival(requests, tensors, [piece.nbytes for piece, _ in parts])
+        incoming = tuple(self.staging.arriving(spec) for spec in self.spec(op))
+        requests, sizes = [], []
+        for part, of in enumerate(incoming):
+            tag = self._tag(op, part)
+            for piece in pieces(of.tensor, self.delivery.limit_bytes):
+                requests.append(self.comm.Irecv(piece, source, tag))
+                sizes.append(piece.nbytes)
+        return Arrival(requests, incoming, sizes)
 
     def _take(self, op: Op) -> Tensors:
         if op in self._to_self:
@@ -140,32 +169,67 @@ class Mailbox:
         arrival = self._arriving.pop(op)
         bell = self.bell if self.bell and self.schedule.worker(op) in self.bell.addresses else None
         if self.delivery.verify:
+            self.push()
             arrival.verify(op, self.patience)
         else:
-            self.patience.wait(*arrival.requests, bell=bell)
+            self.patience.until(partial(self._has_come, arrival.requests), bell)
         self._post()
-        return arrival.tensors
+        return tuple(part.take() for part in arrival.parts)
+
+    def _has_come(self, requests: list[MPI.Request]) -> bool:
+        if self._unsent:
+            self._despatch()  # what is awaited may be made of it
+        return MPI.Request.Testall(requests)
+
+
+class Letter(NamedTuple):
+    """A tensor that is to be sent once it is ready. `version` counts the writes to it so far."""
+
+    op: Op
+    target: int
+    tag: int
+    outgoing: Outgoing
+    tensor: torch.Tensor
+    version: int
+
+    def verify(self) -> None:
+        _verify_unwritten(self.op, self.tensor, self.version)
 
 
 class Departure(NamedTuple):
-    """A message, or a piece of one, on its way out. `version` counts the writes to its tensor so far."""
+    """A message, or a piece of one, on its way out. `version` counts the writes to its tensor so far.
+
+    The last piece of a tensor has what is done once it is `sent`.
+    """
 
     request: MPI.Request
     op: Op
     tensor: torch.Tensor
     version: int
+    outgoing: Outgoing | None = None
 
     def verify(self) -> None:
-        if self.tensor._version != self.version:
-            raise RuntimeError(f"what {self.op} made was written to while it was being sent")
+        """It has left."""
+        _verify_unwritten(self.op, self.tensor, self.version)
+        if self.outgoing is not None:
+            self.outgoing.sent()
+
+
+def _verify_unwritten(op: Op, tensor: torch.Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(f"what {op} made was written to while it was being sent")
 
 
 class Arrival(NamedTuple):
     """A message on its way in: the pieces' requests and bytes, the tensors they fill."""
 
     requests: list[MPI.Request]
-    tensors: Tensors
+    parts: tuple[Incoming, ...]
     sizes: list[int]
+
+    @property
+    def tensors(self) -> Tensors:
+        return tuple(part.tensor for part in self.parts)
 
     def verify(self, op: Op, patience: Patience) -> None:
         for request, size in zip(self.requests, self.sizes, strict=True):
@@ -203,6 +267,8 @@ def tag_bound(comm: MPI.Comm) -> int:
 def pieces(tensor: torch.Tensor, limit_bytes: int) -> list[MPI.buffer]:
     """The memory of a contiguous tensor in buffers of at most `limit_bytes`."""
     address, nbytes = tensor.data_ptr(), tensor.nbytes
+    if 0 < nbytes <= limit_bytes:
+        return [MPI.buffer.fromaddress(address, nbytes)]
     return [
         MPI.buffer.fromaddress(address + start, min(limit_bytes, nbytes - start))
         for start in range(0, nbytes, limit_bytes)

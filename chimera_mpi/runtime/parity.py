@@ -94,5 +94,5 @@ def _difference(layer: torch.nn.Module, weights: dict) -> float:
     found = 0.0
     for name, parameter in layer.named_parameters():
         size = weights[name].abs().max().clamp(min=1e-300)
-        found = max(found, ((parameter.detach() - weights[name]).abs().max() / size).item())
+        found = max(found, ((parameter.detach().cpu() - weights[name]).abs().max() / size).item())
     return found

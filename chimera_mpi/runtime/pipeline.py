@@ -19,6 +19,7 @@ from .mailbox import Delivery, Mailbox, Spec, pieces
 from .norm import GlobalNorm, LossScale
 from .optimizer import Recipe
 from .stage import Boundaries, Recompute, Stage, Trace, digest, trace
+from .staging import Direct, Staging
 from .waiting import Patience
 from .weights import weights_of
 from .worker import Evaluator, Feed, Sums, Worker
@@ -40,6 +41,7 @@ class Settings:
     patience: Patience | None = None
     sharded: bool = False  # each replica of a stage has a share of the optimizer's state
     cuts: tuple[range, ...] | None = None  # the layers of each stage; uniform by default
+    staging: Staging = Direct()  # the device that the stages are on, and how it gets to MPI
 
 
 class Pipeline:
@@ -64,7 +66,7 @@ class Pipeline:
         self.dtype = settings.dtype
         self.traces = self._traces(inputs)
         self.stages = {
-            place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype)
+            place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype, settings.staging.device)
             for place in schedule.places(self.grid.worker)
         }
         _check_ties(model)
@@ -88,6 +90,7 @@ class Pipeline:
             sharded=settings.sharded,
             bucket_bytes=settings.bucket_bytes,
             shared_from_bytes=settings.shared_from_bytes,
+            staging=settings.staging,
         )
         self.worker = Worker(
             schedule,
@@ -153,7 +156,7 @@ class Pipeline:
             for index in layers:
                 if rank == holder == 0:
                     state = self.stages[0, stage].layer(index).state_dict()
-                    found.append({name: tensor.clone() for name, tensor in state.items()})
+                    found.append({name: tensor.to("cpu", copy=True) for name, tensor in state.items()})
                 elif rank == holder:
                     self._give(self.stages[0, stage].layer(index))
                 elif rank == 0:
@@ -162,7 +165,7 @@ class Pipeline:
 
     def _give(self, layer: torch.nn.Module) -> None:
         for tensor in layer.state_dict().values():
-            whole = tensor.contiguous()
+            whole = tensor.cpu().contiguous()
             self.patience.wait(*(self.grid.world.Isend(piece, 0) for piece in pieces(whole, self._limit_bytes)))
 
     def _take(self, index: int, rank: int) -> dict[str, torch.Tensor]:
@@ -182,7 +185,9 @@ class Pipeline:
     def _mailbox(self, schedule: Schedule, settings: Settings) -> Mailbox:
         boundaries = Boundaries(schedule, self.cuts, self.traces)
         bell = self.grid.bell_of(self.grid.pipeline)
-        return Mailbox(self.grid.pipeline, schedule, boundaries, self.patience, settings.delivery, bell)
+        return Mailbox(
+            self.grid.pipeline, schedule, boundaries, self.patience, settings.delivery, settings.staging, bell
+        )
 
 
 def _check_ties(model: Model) -> None:

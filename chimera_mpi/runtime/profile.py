@@ -10,9 +10,9 @@ from statistics import median
 import torch
 
 from ..models import Model, make_layer
-from .mailbox import Tensors
+from .staging import Direct, Staging, Tensors
 from .tape import Segment, Tape, floating, start_graph
-from .worker import Targets, then_loss
+from .worker import Targets, brought_targets, then_loss
 
 REPEATS = 3
 
@@ -23,6 +23,7 @@ def layer_seconds(
     targets: Targets,
     dtype: torch.dtype = torch.float32,
     clock: Callable[[], float] = time.perf_counter,
+    staging: Staging = Direct(),
 ) -> list[float]:
     """The seconds that each layer's forward and backward take on one micro-batch; the loss counts to the last.
 
@@ -30,10 +31,11 @@ def layer_seconds(
     """
     seconds: list[float] = []
     last = len(model.layers) - 1
-    entering = inputs
+    entering, targets = staging.brought(inputs), brought_targets(staging, targets)
+    clock = partial(_once_computed, staging, clock)
     for index, factory in enumerate(model.layers):
         alike = model.layers.index(factory)
-        segment = _segment(make_layer(model, index, seed=0, dtype=dtype))
+        segment = _segment(make_layer(model, index, 0, dtype, staging.device))
         if 0 < alike < index < last:
             seconds.append(seconds[alike])
         else:
@@ -43,6 +45,11 @@ def layer_seconds(
         with torch.no_grad():
             entering = segment(entering)
     return seconds
+
+
+def _once_computed(staging: Staging, clock: Callable[[], float]) -> float:
+    staging.computed().synchronize()
+    return clock()
 
 
 def _segment(layer: torch.nn.Module) -> Segment:

@@ -10,7 +10,20 @@ import torch
 from mpi4py import MPI
 
 from .grid import Comm, Nearby
+from .staging import DONE, Event, Staging
 from .waiting import Doorbell
+
+Zeros = Callable[[int, torch.dtype], torch.Tensor]
+TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+
+
+def zeros(size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.zeros(size, dtype=dtype, device=device)
+
+
+def numbers(tensor: torch.Tensor) -> list[Any]:
+    """The numbers of a contiguous tensor, wherever it lies, as MPI takes them."""
+    return [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), TYPES[tensor.dtype]]
 
 
 class Layout(NamedTuple):
@@ -54,15 +67,15 @@ class MessageSum:
 
     in_order, is_share, start_at, bell = True, False, 0, None
 
-    def __init__(self, comm: Comm, layout: Layout):
+    def __init__(self, comm: Comm, layout: Layout, make: Zeros = zeros):
         self.comm = comm
-        self.flat = torch.zeros(layout.size + layout.counted, dtype=layout.dtype)
+        self.flat = make(layout.size + layout.counted, layout.dtype)
         self.mine, self.count = self.flat[: layout.size], self.flat[layout.size :]
         self._requests: list[MPI.Request] = []
 
     def start(self) -> None:
         if self.comm.size > 1:
-            self._requests = [self.comm.Iallreduce(MPI.IN_PLACE, self.flat.numpy(), MPI.SUM)]
+            self._requests = [self.comm.Iallreduce(MPI.IN_PLACE, numbers(self.flat), MPI.SUM)]
 
     def drive(self) -> bool:
         return MPI.Request.Testall(self._requests)
@@ -76,19 +89,19 @@ class MessageShares:
 
     in_order, is_share, bell = True, True, None
 
-    def __init__(self, comm: Comm, layout: Layout):
+    def __init__(self, comm: Comm, layout: Layout, make: Zeros = zeros):
         self.comm = comm
         share = -(-layout.size // comm.size)
         self.start_at = comm.rank * share
-        self.flat = torch.zeros(share * comm.size, dtype=layout.dtype)
+        self.flat = make(share * comm.size, layout.dtype)
         self.mine = self.flat[:share]
-        self.count = torch.zeros(int(layout.counted), dtype=layout.dtype)
+        self.count = make(int(layout.counted), layout.dtype)
         self._requests: list[MPI.Request] = []
 
     def start(self) -> None:
-        self._requests = [self.comm.Ireduce_scatter_block(MPI.IN_PLACE, self.flat.numpy(), MPI.SUM)]
+        self._requests = [self.comm.Ireduce_scatter_block(MPI.IN_PLACE, numbers(self.flat), MPI.SUM)]
         if len(self.count):
-            self._requests.append(self.comm.Iallreduce(MPI.IN_PLACE, self.count.numpy(), MPI.SUM))
+            self._requests.append(self.comm.Iallreduce(MPI.IN_PLACE, numbers(self.count), MPI.SUM))
 
     def drive(self) -> bool:
         return MPI.Request.Testall(self._requests)
@@ -206,10 +219,51 @@ class SharedSum:
         return False
 
 
-def by_messages(comm: Comm, layouts: Sequence[Layout], sharded: bool) -> list[Sum]:
-    """A sum for each layout."""
-    kind: Callable[[Comm, Layout], Sum] = MessageShares if sharded and comm.size > 1 else MessageSum
-    return [kind(comm, layout) for layout in layouts]
+class StagedSum:
+    """A sum of what lies on a device: `inner` adds up where MPI can, once the values have got there.
+
+    What is behind it waits until `inner` has started, so that all ranks start their sums in one order.
+    """
+
+    bell = None
+
+    def __init__(self, inner: Sum, staging: Staging):
+        self.inner, self.is_share, self.start_at = inner, inner.is_share, inner.start_at
+        self._whole, self._count = staging.mirror_of(inner.flat), staging.mirror_of(inner.count)
+        first = inner.mine.storage_offset() - inner.flat.storage_offset()
+        self._mine = slice(first, first + len(inner.mine))
+        self.flat, self.mine, self.count = self._whole.tensor, self._whole.tensor[self._mine], self._count.tensor
+        self._fetched: Event = DONE
+        self._started = False
+
+    @property
+    def in_order(self) -> bool:
+        return self._started and self.inner.in_order
+
+    def start(self) -> None:
+        self._started = False
+        self._fetched = self._whole.fetch()
+        if len(self.count):
+            self._fetched = self._count.fetch()  # copies come in order: the last one is after both
+
+    def drive(self) -> bool:
+        if not self._started:
+            if not self._fetched.query():
+                return False
+            self.inner.start()
+            self._started = True
+        if not self.inner.drive():
+            return False
+        self._whole.bring(self._mine, self._fetched)
+        if len(self.count):
+            self._count.bring(after=self._fetched)
+        return True
+
+
+def by_messages(comm: Comm, layouts: Sequence[Layout], sharded: bool, make: Zeros = zeros) -> list[Sum]:
+    """A sum for each layout, whose buffers `make` makes."""
+    kind: Callable[[Comm, Layout, Zeros], Sum] = MessageShares if sharded and comm.size > 1 else MessageSum
+    return [kind(comm, layout, make) for layout in layouts]
 
 
 def in_shared_memory(

@@ -15,25 +15,34 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..models import Model, keyed_seed, make_layer
 from ..schedule import Kind, Op, Schedule
+from .device import CPU, generators
 from .mailbox import Spec, Tensors
 
 COUNT = Spec((), torch.float64)
 
 
 class Stage(nn.Module):
-    """Layers in a row. Before each layer's forward the generator is set by (seed, step, micro-batch, layer)."""
+    """Layers in a row. Before each layer's forward the generators are set by (seed, step, micro-batch, layer)."""
 
-    def __init__(self, model: Model, layers: range, seed: int, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        model: Model,
+        layers: range,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ):
         super().__init__()
-        self.seed, self.indices = seed, layers
-        self.layers = nn.ModuleList(make_layer(model, index, seed, dtype=dtype) for index in layers)
+        self.seed, self.indices, self.generators = seed, layers, generators(device)
+        self.layers = nn.ModuleList(make_layer(model, index, seed, dtype, device) for index in layers)
         self._share_tied(model)
 
     def forward(self, tensors: Tensors, layers: range, step: int, micro_batch: int) -> Tensors:
         """Run `layers`, of those of the stage; `micro_batch` counts over the whole step, whichever replica does it."""
         for index in layers:
             if self.training:
-                torch.default_generator.manual_seed(keyed_seed(self.seed, step, micro_batch, index))
+                for generator in self.generators:
+                    generator.manual_seed(keyed_seed(self.seed, step, micro_batch, index))
             tensors = handed_on(self.layer(index)(*tensors))
         return tensors
 
@@ -65,7 +74,7 @@ def digest(stage: nn.Module) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name, parameter in stage.named_parameters():
         found.update(name.encode())
-        found.update(parameter.detach().flatten().view(torch.uint8).numpy().data)
+        found.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -14,6 +14,7 @@ from ..schedule import COMPUTE, Kind, Op, Place, Schedule, used_versions
 from .gradients import Bucket, Gradients, bind
 from .optimizer import Recipe, decays
 from .stage import Stage, set_parameter
+from .staging import Staging
 from .waiting import Patience
 
 
@@ -68,7 +69,7 @@ class ShardedWeights(Weights):
     def __init__(self, stage: Stage, recipe: Recipe, gradients: Gradients, place: Place, patience: Patience):
         self.stage, self.patience = stage, patience
         self.newest = dict(stage.named_parameters())
-        self.shares = [Share(bucket, place) for bucket in gradients.buckets(place)]
+        self.shares = [Share(bucket, place, gradients.staging) for bucket in gradients.buckets(place)]
         own = {id(p) for share in self.shares for p in share.bucket.parameters[place]}
         self.masters = {
             name: _master(parameter, piece)
@@ -80,10 +81,12 @@ class ShardedWeights(Weights):
         self.optimizer = recipe.build_of([p.weight for p in mine if p.decays], [p.weight for p in mine if not p.decays])
 
     def use(self, op: Op) -> None:
-        self.patience.wait(*(share.gathering for share in self.shares))
+        for share in self.shares:
+            share.settle(self.patience)
 
     def flush(self) -> None:
-        self.patience.wait(*(share.gathering for share in self.shares))
+        for share in self.shares:
+            share.settle(self.patience)
 
     @torch.no_grad()
     def update(self, learning_rate: float) -> None:
@@ -102,12 +105,17 @@ class Piece(NamedTuple):
 class Share:
     """This rank's part of the weights of a bucket: `master` is what the optimizer works on."""
 
-    def __init__(self, bucket: Bucket, place: Place):
+    def __init__(self, bucket: Bucket, place: Place, staging: Staging):
         self.bucket, self.start = bucket, bucket.sum.start_at
-        self.flat = _in_one_buffer(bucket.parameters[place], len(bucket.sum.flat))
-        self.seen = self.flat[self.start : self.start + len(self.flat) // bucket.comm.size]
+        parameters, size = bucket.parameters[place], len(bucket.sum.flat)
+        dtype = parameters[0].dtype if parameters else torch.float32
+        self.mirror = staging.mirror_of(staging.host(size, dtype))
+        self.flat = self.mirror.tensor
+        _move_to(self.flat, parameters)
+        self.own = slice(self.start, self.start + size // bucket.comm.size)
+        self.seen = self.flat[self.own]
         self.master = self.seen.to(bucket.mine.dtype)
-        self.gathering = MPI.Request(MPI.REQUEST_NULL)
+        self.gathering: MPI.Request | None = None
 
     def cut(self, place: Place) -> Iterator[Piece]:
         """The share in pieces of one parameter each, with their gradients."""
@@ -124,18 +132,25 @@ class Share:
         """Start to fetch what the other replicas have updated."""
         if self.master is not self.seen:
             self.seen.copy_(self.master)
-        whole = MPI.buffer.fromaddress(self.flat.data_ptr(), self.flat.nbytes)
+        self.mirror.fetch(self.own).synchronize()
+        memory = self.mirror.memory
+        whole = MPI.buffer.fromaddress(memory.data_ptr(), memory.nbytes)
         self.gathering = self.bucket.comm.Iallgather(MPI.IN_PLACE, [whole, self.seen.nbytes, MPI.BYTE])
 
+    def settle(self, patience: Patience) -> None:
+        """Have all that was gathered."""
+        if self.gathering is not None:
+            patience.wait(self.gathering)
+            self.gathering = None
+            self.mirror.bring()
 
-def _in_one_buffer(parameters: list[nn.Parameter], size: int) -> torch.Tensor:
-    """Move the parameters' values to a new buffer of `size` elements, in their order."""
-    flat = torch.zeros(size, dtype=parameters[0].dtype if parameters else torch.float32)
+
+def _move_to(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+    """Move the parameters' values to a buffer, in their order."""
     pieces = flat[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
         piece.copy_(parameter.detach().flatten())
         parameter.data = piece.view_as(parameter)
-    return flat
 
 
 class VersionedWeights(Weights):

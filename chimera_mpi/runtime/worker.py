@@ -7,16 +7,18 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..schedule import Kind, Op, Place, Schedule, completing
 from ..timeline import Span
+from .clock import DeviceStopwatch, Lap, Stopwatch
 from .gradients import Gradients
 from .mailbox import Mailbox, Tensors
 from .norm import GlobalNorm
 from .stage import COUNT, Recompute, Stage
+from .staging import Staging
 from .stash import Kept, Stash
 from .tape import Segment, Tape, start_graph
 from .weights import Weights
@@ -74,20 +76,25 @@ class OpFailed(RuntimeError):
 
 
 def interpret(
-    schedule: Schedule, worker: int, handlers: Mapping[Kind, Handler], step: int, clock: Callable[[], float]
+    schedule: Schedule,
+    worker: int,
+    handlers: Mapping[Kind, Handler],
+    step: int,
+    stopwatch: Stopwatch | DeviceStopwatch,
 ) -> list[Span]:
     """Carry out a worker's order. A handler first waits for what its op needs, then acts; spans hold the acting."""
-    spans = []
+    read: Callable[[], Any] = stopwatch.read
+    laps: list[Lap[Any]] = []
     for op in schedule.orders[worker]:
         wait, act = handlers[op.kind]
         try:
             received = wait(op)
-            start = clock()
+            start = read()
             act(op, received)
-            spans.append(Span(worker, op, start, clock()))
+            laps.append((op, start, read()))
         except Exception as error:
             raise OpFailed(f"step {step}, worker {worker}, stage {op.stage} of pipeline {op.pipe}, op {op}") from error
-    return spans
+    return stopwatch.spans(worker, laps)
 
 
 class Worker:
@@ -109,7 +116,8 @@ class Worker:
     ):
         self.schedule, self.stages, self.loss = schedule, stages, loss
         self.mailbox, self.gradients, self.weights = mailbox, gradients, weights
-        self.recompute, self.norm, self.steps, self.clock = recompute, norm, steps, clock
+        self.recompute, self.norm, self.steps, self.staging = recompute, norm, steps, mailbox.staging
+        self.stopwatch = self.staging.stopwatch(clock)
         self.worker, self.stash = mailbox.comm.rank, Stash()
         self._completing = completing(schedule, self.worker)
         self._handlers: dict[Kind, Handler] = {
@@ -131,7 +139,7 @@ class Worker:
         for stage in self.stages.values():
             stage.train()
         self.mailbox.open()
-        spans = interpret(self.schedule, self.worker, self._handlers, first_step, self.clock)
+        spans = interpret(self.schedule, self.worker, self._handlers, first_step, self.stopwatch)
         self.mailbox.flush()
         self.stash.flush()
         for weights in self.weights.values():
@@ -147,7 +155,7 @@ class Worker:
         batch = self._feed(op.index)
         self.weights[op.place].use(op)
         tape = Tape(self._segments(op, batch), self.recompute.what != "none")
-        outputs = tape.forward(start_graph(received) if op.stage else batch.inputs)
+        outputs = tape.forward(start_graph(received) if op.stage else self.staging.brought(batch.inputs))
         self.stash.put(op, Kept(tape, outputs[1:] if self._is_last(op) else ()))
         if self._is_last(op):
             self._add_loss(op, *outputs)
@@ -161,7 +169,8 @@ class Worker:
         runs = self.recompute.segments(stage.indices)
         segments: list[Segment] = [partial(stage, layers=r, step=batch.step, micro_batch=batch.number) for r in runs]
         if self._is_last(op):
-            segments[-1] = partial(then_loss, segments[-1], self.loss, batch.targets)
+            targets = brought_targets(self.staging, batch.targets)
+            segments[-1] = partial(then_loss, segments[-1], self.loss, targets)
         return segments
 
     def _add_loss(self, op: Op, loss: torch.Tensor, targets: torch.Tensor) -> None:
@@ -204,6 +213,7 @@ class Worker:
 
     def _await_gradients(self, op: Op) -> Tensors:
         if not self.gradients.settled(op.place):
+            self.mailbox.push()
             places = self.stages if self.norm else [op.place]
             squares = math.fsum(self.gradients.settle(place, self.loss_scale) for place in places)
             self._add_squares(op, squares)
@@ -246,22 +256,28 @@ class Evaluator:
         for stage in self.stages.values():
             stage.eval()
         self.mailbox.open()
-        interpret(self.schedule, self.mailbox.comm.rank, self._handlers, step, time.perf_counter)
+        interpret(self.schedule, self.mailbox.comm.rank, self._handlers, step, Stopwatch(time.perf_counter))
         self.mailbox.flush()
         return self._sums
 
     def _forward(self, op: Op, received: Tensors) -> None:
-        batch, stage = self._feed(op.index), self.stages[op.place]
-        outputs = stage(received if op.stage else batch.inputs, stage.indices, batch.step, batch.number)
+        batch, stage, staging = self._feed(op.index), self.stages[op.place], self.mailbox.staging
+        entering = received if op.stage else staging.brought(batch.inputs)
+        outputs = stage(entering, stage.indices, batch.step, batch.number)
         if op.stage + 1 < self.schedule.stages:
             self.mailbox.send(op, outputs)
         else:
-            self._sums.add(*self.loss(*outputs, batch.targets))
+            self._sums.add(*self.loss(*outputs, brought_targets(staging, batch.targets)))
 
 
 def then_loss(segment: Segment, loss: Loss, targets: Targets, tensors: Tensors) -> Tensors:
     """The last layers of a model: sum and count of the loss of what they put out."""
     return loss(*segment(tensors), targets)
+
+
+def brought_targets(staging: Staging, targets: Targets) -> Targets:
+    """On the device."""
+    return staging.brought(targets) if isinstance(targets, tuple) else staging.brought((targets,))[0]
 
 
 def _nothing(op: Op) -> Tensors:

@@ -48,9 +48,17 @@ class MicroBatch(NamedTuple):
 Feed = Callable[[int], MicroBatch]  # the micro-batches of a pipeline group, by their index in the schedule
 
 
-class Sums:
-    """What a worker adds up over a step, for all workers to add up: the losses and target tokens of its last
+class Sums(NamedTuple):
+    """What a worker has added up over a step, for all workers to add up: the losses and target tokens of its last
     stages, and its share of the squared gradient norm (of the step's last update, where it has several)."""
+
+    loss: float
+    targets: float
+    square_norm: float
+
+
+class Tally:
+    """Sums in the making."""
 
     def __init__(self) -> None:
         self.square_norm = 0.0
@@ -62,13 +70,8 @@ class Sums:
         self._losses.append(loss.detach())
         self._targets.append(targets.detach())
 
-    @property
-    def loss(self) -> float:
-        return _total(self._losses)
-
-    @property
-    def targets(self) -> float:
-        return _total(self._targets)
+    def read(self) -> Sums:
+        return Sums(_total(self._losses), _total(self._targets), self.square_norm)
 
 
 class OpFailed(RuntimeError):
@@ -135,7 +138,7 @@ class Worker:
         Raises OpFailed.
         """
         self._feed, self._first_step, self._learning_rate = feed, first_step, learning_rate
-        self._sums = [Sums() for _ in range(self.steps)]
+        self._tallies = [Tally() for _ in range(self.steps)]
         for stage in self.stages.values():
             stage.train()
         self.mailbox.open()
@@ -144,7 +147,8 @@ class Worker:
         self.stash.flush()
         for weights in self.weights.values():
             weights.flush()
-        return spans, self._sums
+        tallies, self._tallies = self._tallies, []
+        return spans, [tally.read() for tally in tallies]
 
     @property
     def loss_scale(self) -> float:
@@ -174,7 +178,7 @@ class Worker:
         return segments
 
     def _add_loss(self, op: Op, loss: torch.Tensor, targets: torch.Tensor) -> None:
-        self._sums[op.index * self.steps // self.schedule.micro_batches].add(loss, targets)
+        self._tallies[op.index * self.steps // self.schedule.micro_batches].add(loss, targets)
 
     def _backward(self, op: Op, received: Tensors) -> None:
         self._go_back(op, received, Tape.backward)
@@ -225,7 +229,7 @@ class Worker:
         """Of the last update of a step."""
         step = self._step_of(op)
         if op.index + 1 == self.schedule.updates * (step + 1) // self.steps:
-            self._sums[step].square_norm += squares
+            self._tallies[step].square_norm += squares
 
     def _update(self, op: Op, received: Tensors) -> None:
         if not (self.norm and self.norm.skips):
@@ -252,13 +256,13 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, feed: Feed, step: int) -> Sums:
-        self._feed, self._sums = feed, Sums()
+        self._feed, self._tally = feed, Tally()
         for stage in self.stages.values():
             stage.eval()
         self.mailbox.open()
         interpret(self.schedule, self.mailbox.comm.rank, self._handlers, step, Stopwatch(time.perf_counter))
         self.mailbox.flush()
-        return self._sums
+        return self._tally.read()
 
     def _forward(self, op: Op, received: Tensors) -> None:
         batch, stage, staging = self._feed(op.index), self.stages[op.place], self.mailbox.staging
@@ -267,7 +271,7 @@ class Evaluator:
         if op.stage + 1 < self.schedule.stages:
             self.mailbox.send(op, outputs)
         else:
-            self._sums.add(*self.loss(*outputs, brought_targets(staging, batch.targets)))
+            self._tally.add(*self.loss(*outputs, brought_targets(staging, batch.targets)))
 
 
 def then_loss(segment: Segment, loss: Loss, targets: Targets, tensors: Tensors) -> Tensors:

@@ -17,7 +17,7 @@ from chimera_mpi.data import Corpus
 from chimera_mpi.errors import InputError
 from chimera_mpi.predict import weight_versions
 from chimera_mpi.schedule import SCHEMES, build
-from chimera_mpi.train import Trainer, plan_job
+from chimera_mpi.train import Run, plan_job
 
 README = Path(__file__).parents[1] / "README.md"
 BETWEEN = re.compile(r"(?<=<!-- features -->\n).*?(?=<!-- /features -->)", re.DOTALL)
@@ -37,6 +37,8 @@ EXTRAS = {  # at depth 2, where they go together
     "tied weights": {"tied": True},
     "clip": {"clip": 1.0},
     "sharded optimizer": {"optimizer_sharding": "replicas", "ranks": 4},
+    "fp16": {"precision": "fp16"},
+    "accumulate": {"accumulate": 2},
 }
 DEPTH = 4
 READ_OFF = {
@@ -59,12 +61,12 @@ def _trains(comm, config):
     corpus = Corpus(Path("made"), "train", SEQUENCE, VOCABULARY, np.arange(200, dtype=np.uint16) % VOCABULARY, 0.0, "")
     told = []
     try:
-        trainer = Trainer(comm, plan_job(config, comm.size), corpus, corpus, tell=told.append)
+        run = Run(comm, plan_job(config, comm.size), corpus, corpus, tell=told.append)
     except InputError:
         return False
-    trainer.run()
-    trainer.pipeline.check_replicas()
-    trainer.grid.close()
+    run.run()
+    run.pipeline.check_replicas()
+    run.close()
     assert comm.rank or [math.isfinite(progress.loss) for progress in told] == [True, True]
     return True
 

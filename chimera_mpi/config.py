@@ -78,8 +78,11 @@ class Config(BaseModel):
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         "fp32", description="bf16 and fp16 keep masters and sums in fp32"
     )
-    loss_scale: float = Field(
-        4096.0, gt=0, description="of fp16, at the start; an overflow skips the step and halves it"
+    loss_scale: float | None = Field(
+        None, gt=0, description="of fp16 at the start; by default 65536 / tokens of a micro-batch, as losses are sums"
+    )
+    shared_sums: Switch = Field(
+        True, description="replicas on a node sum large gradients in memory that they share, if /dev/shm has room"
     )
     bucket_bytes: Count = Field(4 << 20, description="of gradients that are summed over replicas together")
     seed: Number = 0

@@ -16,11 +16,12 @@ def sharpen_timer() -> None:
 def keep_freed_memory() -> bool:
     """Let glibc keep what is freed for the next tensor of that size; whether it will.
 
-    By default it gives large blocks back at once, so each micro-batch pays anew for page faults.
+    By default it gives large blocks back at once, so each micro-batch pays anew for page faults. Older versions keep
+    blocks of 32 MiB at most.
     """
     top_pad, trim_threshold, mmap_threshold = -2, -1, -3  # of mallopt(3)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         return False
-    asked = {mmap_threshold: 1 << 30, trim_threshold: (1 << 31) - 1, top_pad: 64 << 20}
-    return all(mallopt(what, value) for what, value in asked.items())
+    keeps = mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 32 << 20)
+    return bool(keeps and mallopt(trim_threshold, (1 << 31) - 1) and mallopt(top_pad, 64 << 20))

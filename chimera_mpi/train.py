@@ -21,11 +21,13 @@ from .errors import InputError
 from .models import Model, make_layer
 from .predict.partition import Cuts, cut_at, cut_by, cut_uniformly, imbalance
 from .runlog import RunLog, StepRow
+from .runtime.agreement import agree
 from .runtime.clock import aligned_clock
+from .runtime.gradients import SHARED_FROM_BYTES
 from .runtime.grid import Comm, Grid, width_of
 from .runtime.mailbox import Delivery, Spec, Tensors
 from .runtime.optimizer import LearningRate, Recipe
-from .runtime.pipeline import Pipeline, Settings
+from .runtime.pipeline import Pipeline, Settings, check_compatible
 from .runtime.profile import layer_seconds
 from .runtime.stage import Recompute, trace
 from .runtime.staging import Direct, Staging
@@ -76,6 +78,8 @@ def job_of(
     """`entering` are the tensors that enter layer 0 with the largest micro-batch. Raises InputError."""
     flops = trace(task.model, entering, PRECISIONS[config.precision]).flops
     cuts = _cuts(config, task.model, plan.schedule, flops)
+    is_fp16, is_sharded = config.precision == "fp16", config.optimizer_sharding == "replicas"
+    check_compatible(plan.schedule, task.model, cuts, Recipe(config.optimizer), is_sharded, is_fp16)
     return Job(config, width, plan, task, sizes, cuts, imbalance(flops, cuts, plan.schedule))
 
 
@@ -181,6 +185,7 @@ class Part:
             clip=config.clip,
             loss_scale=self._loss_scale() if config.precision == "fp16" else None,
             bucket_bytes=config.bucket_bytes,
+            shared_from_bytes=SHARED_FROM_BYTES if config.shared_sums else math.inf,
             delivery=Delivery(
                 config.receives_ahead, config.message_limit_bytes, config.synchronous_sends, config.verify_messages
             ),
@@ -335,10 +340,14 @@ def measured(comm: Comm, patience: Patience, job: Job, read: Read, staging: Stag
     if job.config.partition != "measured":
         return job
     seconds = np.zeros(len(job.task.model.layers))
-    if comm.rank == 0:
+
+    def measure() -> None:
         inputs, targets = read(0, 0)
-        dtype = PRECISIONS[job.config.precision]
-        seconds[:] = layer_seconds(job.task.model, inputs, targets, dtype, staging=staging)
+        with torch.random.fork_rng(devices=[]):
+            dtype = PRECISIONS[job.config.precision]
+            seconds[:] = layer_seconds(job.task.model, inputs, targets, dtype, staging=staging)
+
+    agree(comm, lambda: measure() if comm.rank == 0 else None)
     patience.wait(comm.Ibcast(seconds))
     return job.cut_by(seconds.tolist())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ class Trainer:
 
     def _prepare(self, call: str, inputs: Any, targets: Any, rate: float = 0.0) -> tuple[str, tuple[float, MiniBatch]]:
         batch = MiniBatch.of(inputs, targets, self.grid.width * self._plan.micro_batches, self.dtype)
-        return f"{call}, learning rate {rate!r}, {batch}", (rate, batch)
+        return f"{call}, learning rate {rate!r}, {batch}, checksum {batch.checksum:08x}", (rate, batch)
 
     def _rate_of(self, step: int) -> float:
         rate = self._rate(step)
@@ -235,6 +236,14 @@ class MiniBatch:
     def entering(self, size: int) -> tuple[Spec, ...]:
         """What enters the first layer with a micro-batch of `size` samples."""
         return tuple(Spec((size, *tensor.shape[1:]), tensor.dtype) for tensor in self.inputs)
+
+    @property
+    def checksum(self) -> int:
+        """Of all values."""
+        found = 0
+        for tensor in (*self.inputs, *_tensors("targets", self.targets)):
+            found = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, found)
+        return found
 
     def __str__(self) -> str:
         return f"inputs {_told(self.inputs)} and targets {_told(_tensors('targets', self.targets))}"

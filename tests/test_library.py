@@ -296,6 +296,7 @@ def test_wrong_batches_are_refused_on_all_ranks_and_training_goes_on(comm):
         ((inputs, targets[0].to("meta")), "on meta: give [samples, ...] on the CPU"),
         (mini_batch(0, 3), "a mini-batch of 3 samples does not fill 4 micro-batches"),
         (mini_batch(0, 12), "rank 0 is at step 0, learning rate 0.01, inputs int64 [11, 3], float64 [11, 3] and"),
+        (mini_batch(1), "make the same calls on all ranks"),  # other values
     ):
         assert message in refusal(lambda given=given: training.step(*(given if wrong else (inputs, targets))))
     assert ", rank 2 at evaluate" in refusal(lambda: (training.evaluate if wrong else training.step)(inputs, targets))

@@ -136,18 +136,18 @@ def _measure(
     """The steps of each case, which take turns, and for each size of message the seconds between neighbours."""
     from ..models.emulated import Sleeper
     from ..runtime.grid import Grid
-    from ..runtime.rehearsal import Rehearsal, Stopwatch, transfers_s
+    from ..runtime.rehearsal import Rehearsal, StepTimer, transfers_s
 
     grid, sleeper = Grid(world, depth), Sleeper()
     set_threads(None, grid.node.threads)
     keep_freed_memory()
     rehearsals = [Rehearsal(grid, case.plan.schedule, emulations[case.message_bytes], sleeper) for case in cases]
-    stopwatch = Stopwatch(grid.world, grid.node.patience, sleeper)
+    step_timer = StepTimer(grid.world, grid.node.patience, sleeper)
     if world.rank == 0:
         print(_opening(world.size, depth, args, cases, str(grid.node.patience)), flush=True)
     for rehearsal in rehearsals:  # in a first step torch and MPI set themselves up
-        stopwatch.time(rehearsal.step)
-    turns = [[stopwatch.time(rehearsal.step) for rehearsal in rehearsals] for _ in range(args.repeat)]
+        step_timer.time(rehearsal.step)
+    turns = [[step_timer.time(rehearsal.step) for rehearsal in rehearsals] for _ in range(args.repeat)]
     links = {size: transfers_s(grid, size) for size in emulations}
     grid.close()
     return list(zip(*turns, strict=True)), links

@@ -168,4 +168,4 @@ def _parity(world: Any, overrides: list[str]) -> int:
         for difference in differences:
             print(f"{difference.stage:5}{difference.rank:6}  {difference.relative:.1e}")
         print("equal" if worst < 1e-12 else "NOT equal")
-    return int(worst >= 1e-12)
+    return int(not worst < 1e-12)

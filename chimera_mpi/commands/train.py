@@ -80,7 +80,8 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     log = agree(world, on_rank_0(lambda: _create_log(job, validation, world.size, facts)))
     run = Run(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody, staging)
     if world.rank == 0:
-        print(_opening(job, world.size, threads, devices, str(run.part.patience)), flush=True)
+        told = f"{run.part.patience}, {run.pipeline.worker.gradients.where}"
+        print(_opening(job, world.size, threads, devices, told), flush=True)
     with log or nullcontext():
         run.run()
     run.close()
@@ -123,6 +124,7 @@ def _create_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any]) -> Run
         "ranks": ranks,
         "mini_batch_size": sum(job.sizes),
         "parameters": parameter_count(job.task.model),
+        "partition": json.dumps([cut.start for cut in job.cuts[1:]]),
         "unigram_entropy_nats": corpus.unigram_entropy_nats,
         "validation_sha256": corpus.sha256,
         **facts,

@@ -187,7 +187,10 @@ def _checked(loss: Any, origin: str) -> Loss:
 
 @dataclass(frozen=True)
 class _UserLoss:
-    """The user's loss, its count brought to the dtype of the sum. A mean alone could not be added up."""
+    """The user's loss in single precision at least, its count brought to the dtype of the sum.
+
+    A mean alone could not be added up.
+    """
 
     loss: Callable[..., Any]
     origin: str
@@ -202,6 +205,8 @@ class _UserLoss:
                 "sum over the targets, and say how many there are"
             )
         total, count = pair
+        if total.dtype in (torch.float16, torch.bfloat16):
+            total = total.float()  # in half precision counts are not exact
         return total, torch.as_tensor(count, device=total.device).to(total.dtype).detach().reshape(())
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,10 @@ from .staging import Direct, Staging
 from .waiting import Patience
 
 BUCKET_BYTES = 4 << 20
+GRADIENT_IN_PARTS = (
+    "got its gradient in several parts within one backward, after its bucket was sent: "
+    "where it is checkpointed, give torch.utils.checkpoint use_reentrant=False"
+)
 SHARED_FROM_BYTES = 1 << 16  # of a stage's gradients: smaller ones travel as fast in messages
 
 
@@ -125,12 +128,22 @@ class Gradients:
             if here:
                 after = {place for place in stages if place[1] >= min(tie.stages)}
                 self._add([here], after, grid.replicas(holders(schedule, tie.stages)), sharded=False, counted=False)
+        grid.closing.append(self.close)
 
     def close(self) -> None:
-        """Collective. The gradients must not be used any more."""
-        for memory in self._memories:
+        """Give back the memory that is shared, once; the gradients are gone. Collective."""
+        memories, self._memories = self._memories, []
+        if memories:
+            for parameter in self._pieces:
+                parameter.grad = None
+        for memory in memories:
             self.staging.unpin(memory.bytes[memory.rank])
             memory.close()
+
+    @property
+    def where(self) -> str:
+        """How they are summed, for people."""
+        return "sums in shared memory" if self._memories else "sums by messages"
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Where the gradient of a parameter adds up; None for one that is frozen."""
@@ -151,24 +164,33 @@ class Gradients:
         They start in one order, whatever fills first, so that all replicas start them alike.
         """
         buckets, bucket_of = self._own_buckets[place], self._bucket_of[place]
-        missing = Counter(bucket_of)
+        own = self._own(place)
+        missing = [{p for p, of in zip(own, bucket_of, strict=True) if of == at} for at in range(len(buckets))]
         pending = list(reversed(range(len(buckets))))
 
         def fill(at: int, parameter: torch.Tensor) -> None:
-            missing[at] -= 1
+            if at not in pending:
+                raise RuntimeError(f"a parameter {list(parameter.shape)} of stage {place[1]} {GRADIENT_IN_PARTS}")
+            missing[at].discard(parameter)
             while pending and not missing[pending[-1]]:
                 self._start(buckets[pending.pop()], place)
             self.poke()
 
-        whole_at_once = self.stages[place].in_one_layer()
+        whole_at_once = self.stages[place].in_one_layer() if self._may_call_mpi_from_hooks() else set()
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(fill, at))
-            for parameter, at in zip(self._own(place), bucket_of, strict=True)
+            for parameter, at in zip(own, bucket_of, strict=True)
             if parameter in whole_at_once
         ]
-        yield
-        for hook in hooks:
-            hook.remove()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _may_call_mpi_from_hooks(self) -> bool:
+        """On a device autograd runs hooks in a thread of its own."""
+        return self.staging.device.type == "cpu" or MPI.Query_thread() >= MPI.THREAD_SERIALIZED
 
     def start(self, place: Place) -> None:
         """The gradients of `place` are whole: start what has not started of its all-reduce."""
@@ -186,15 +208,16 @@ class Gradients:
                 break
         self._under_way = left
 
-    def settle(self, place: Place, loss_scale: float = 1.0) -> float:
+    def settle(self, place: Place, loss_scale: float = 1.0, meanwhile: Callable[[], object] = lambda: None) -> float:
         """Wait for the sums over all replicas, and make them means over the target tokens of the mini-batch.
 
+        Sums in shared memory do not go through MPI: `meanwhile` drives what others wait for before they add theirs.
         Returns the sum of their squares, of those for which this rank answers: over all places of all
         ranks every parameter of the model is in it once.
         """
         awaited = [bucket.sum for bucket in self._of_place[place]]
         bells = [of.bell for of in awaited]
-        self.patience.until(lambda: not self._is_under_way(awaited), bells[0] if all(bells) else None)
+        self.patience.until(partial(self._have_come, awaited, meanwhile), bells[0] if all(bells) else None)
         targets = self._own_buckets[place][0].sum.count.item()
         squares = [bucket.divide(max(targets, 1.0) * loss_scale) for bucket in self._of_place[place]]
         mine = [of_bucket for of_bucket in squares if of_bucket is not None]
@@ -223,9 +246,10 @@ class Gradients:
             bucket.sum.start()
             self._under_way.append(bucket.sum)
 
-    def _is_under_way(self, sums: Sequence[Sum]) -> bool:
+    def _have_come(self, sums: Sequence[Sum], meanwhile: Callable[[], object]) -> bool:
+        meanwhile()
         self.poke()
-        return any(one is other for one in sums for other in self._under_way)
+        return not any(one is other for one in sums for other in self._under_way)
 
     def _add(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, cast
 
 from mpi4py import MPI
@@ -27,7 +27,7 @@ def width_of(ranks: int, depth: int) -> int:
 class Grid:
     """`width` replicas of a pipeline group of `depth` workers: rank = replica * depth + worker.
 
-    Owns its communicators; `close` frees them.
+    Owns its communicators; `close` frees them, after it has called what is in `closing`.
     """
 
     def __init__(self, comm: Comm, depth: int):
@@ -40,6 +40,7 @@ class Grid:
         self.bell = self._bell()
         self._groups: dict[tuple[int, ...], Comm] = {}
         self._nearby: dict[int, Nearby | None] = {}
+        self.closing: list[Callable[[], None]] = []
 
     def replicas(self, workers: Iterable[int]) -> Comm:
         """The communicator of these workers of all pipeline groups. Collective over them, in one order on all."""
@@ -75,6 +76,8 @@ class Grid:
         return bell
 
     def close(self) -> None:
+        for close in self.closing:
+            close()
         if self.bell:
             self.bell.close()
         near = [comm for nearby in self._nearby.values() if nearby for comm in nearby]

@@ -102,14 +102,15 @@ class Mailbox:
             self.bell.ring(target)
         self.poke()
 
-    def poke(self) -> None:
-        """Let go of the tensors that have left, and drive the progress of those that have not."""
+    def poke(self) -> bool:
+        """Let go of the tensors that have left, and drive the progress of those that have not; whether all have."""
         if self._unsent:
             self._despatch()
         while self._leaving and self._leaving[0].request.Test():
             self._leaving.popleft().verify()
         if not (self.staging.in_place or self.delivery.verify):
             self._hasten()
+        return not (self._unsent or self._leaving)
 
     def push(self) -> None:
         """Hand to MPI all that was sent: others may need it before they do what this rank will wait for."""

@@ -10,13 +10,15 @@ from mpi4py import MPI
 
 from .waiting import Patience
 
+SMALLEST = 2.0**-24
+
 
 @dataclass
 class LossScale:
     """Dynamic loss scaling (Micikevicius et al. 2018): small gradients of fp16 are lifted out of what it rounds to
     zero. An overflow halves the scale; `growth_steps` steps without one double it."""
 
-    value: float = 2.0**12
+    value: float
     growth_steps: int = 2000
     steps: int = 0  # without an overflow
 
@@ -24,6 +26,11 @@ class LossScale:
         self.steps = 0 if overflowed else self.steps + 1
         if overflowed:
             self.value /= 2
+            if self.value < SMALLEST:
+                raise FloatingPointError(
+                    f"gradients are not finite even with a loss scale of {2 * self.value:.1e}: the loss or the weights "
+                    "are inf or nan"
+                )
         elif self.steps == self.growth_steps:
             self.value, self.steps = self.value * 2, 0
 

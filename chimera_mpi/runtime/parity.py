@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -91,8 +92,9 @@ def _loss(model: Model, layers: Sequence, batch: tuple[Tensors, Targets], seed: 
 
 
 def _difference(layer: torch.nn.Module, weights: dict) -> float:
-    found = 0.0
+    """The largest of the layer, infinite where a weight is not a number."""
+    found = [0.0]
     for name, parameter in layer.named_parameters():
         size = weights[name].abs().max().clamp(min=1e-300)
-        found = max(found, ((parameter.detach().cpu() - weights[name]).abs().max() / size).item())
-    return found
+        found.append(((parameter.detach().cpu() - weights[name]).abs().max() / size).nan_to_num(math.inf).item())
+    return max(found)

@@ -65,22 +65,12 @@ class Pipeline:
         self.cuts = list(settings.cuts or cut_uniformly(len(model.layers), schedule.stages))
         self.dtype = settings.dtype
         self.traces = self._traces(inputs)
+        check_compatible(schedule, model, self.cuts, settings.recipe, settings.sharded, bool(settings.loss_scale))
+        ties = ties_across(model.tied, self.cuts)
         self.stages = {
             place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype, settings.staging.device)
             for place in schedule.places(self.grid.worker)
         }
-        _check_ties(model)
-        ties = ties_across(model.tied, self.cuts)
-        if ties and schedule.updates > 1:
-            raise InputError(
-                f"{schedule.scheme} holds its stages at several versions, tied weights at one: set tied=false"
-            )
-        if settings.sharded:
-            _check_sharding(schedule, settings.recipe)
-        if settings.loss_scale and schedule.updates > 1:
-            raise InputError(
-                f"{schedule.scheme} updates stage by stage, and skipping an overflow of fp16 needs all: take bf16"
-            )
         gradients = Gradients(
             self.grid,
             schedule,
@@ -187,6 +177,23 @@ class Pipeline:
         bell = self.grid.bell_of(self.grid.pipeline)
         return Mailbox(
             self.grid.pipeline, schedule, boundaries, self.patience, settings.delivery, settings.staging, bell
+        )
+
+
+def check_compatible(
+    schedule: Schedule, model: Model, cuts: Sequence[range], recipe: Recipe, sharded: bool, fp16: bool
+) -> None:
+    """Raises InputError if these do not go together."""
+    _check_ties(model)
+    if sharded:
+        _check_sharding(schedule, recipe)
+    if schedule.updates == 1:
+        return
+    if ties_across(model.tied, cuts):
+        raise InputError(f"{schedule.scheme} holds its stages at several versions, tied weights at one: set tied=false")
+    if fp16:
+        raise InputError(
+            f"{schedule.scheme} updates stage by stage, and skipping an overflow of fp16 needs all: take bf16"
         )
 
 

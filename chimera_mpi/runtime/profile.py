@@ -10,6 +10,7 @@ from statistics import median
 import torch
 
 from ..models import Model, make_layer
+from .stage import handed_on
 from .staging import Direct, Staging, Tensors
 from .tape import Segment, Tape, floating, start_graph
 from .worker import Targets, brought_targets, then_loss
@@ -53,11 +54,7 @@ def _once_computed(staging: Staging, clock: Callable[[], float]) -> float:
 
 
 def _segment(layer: torch.nn.Module) -> Segment:
-    def run(tensors: Tensors) -> Tensors:
-        output = layer(*tensors)
-        return output if isinstance(output, tuple) else (output,)
-
-    return run
+    return lambda tensors: handed_on(layer(*tensors))
 
 
 def _time(segment: Segment, entering: Tensors, clock: Callable[[], float]) -> float:

@@ -142,7 +142,7 @@ ARRIVED, HANDED = 0, 1
 @dataclass
 class SharedSum:
     """Each rank of a node adds up its share of all ranks' buffers, with the same ranks of other nodes by MPI where
-    there are any, and hands the sum to all on the node.
+    there are any, and hands the sum to all on the node, or keeps it where each has a use for its share only.
 
     Two signals a rank, in shared memory, carry the number of the sum: the buffer is whole, the share is handed out.
     """
@@ -195,11 +195,21 @@ class SharedSum:
         self._added = self._number
 
     def _hand_out(self) -> None:
-        for buffer in self.buffers:
-            buffer[self.share] = self._total
+        if self.is_share:
+            self.flat[self.share] = self._total
+            self._hand_out_count()
+        else:
+            for buffer in self.buffers:
+                buffer[self.share] = self._total
         del self._total
         self._handed = self._number
         self._signal(HANDED)
+
+    def _hand_out_count(self) -> None:
+        at = self.layout.size
+        if self.layout.counted and self.share.start <= at < self.share.stop:
+            for buffer in self.buffers:
+                buffer[at] = self._total[at - self.share.start]
 
     @property
     def bell(self) -> Doorbell | None:

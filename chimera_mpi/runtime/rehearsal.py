@@ -54,7 +54,7 @@ class Measured(NamedTuple):
     overshoot_s: float
 
 
-class Stopwatch:
+class StepTimer:
     """Lets all ranks begin at one moment, and finds when the last was done. Owned by all ranks of `world`."""
 
     def __init__(self, world: MPI.Comm, patience: Patience, sleeper: Sleeper):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,8 +20,8 @@ class Patience:
     """Poll without pause for `spin_s`, then sleep between polls, from `nap_s` up to `longest_nap_s`.
 
     A blocking MPI wait would spin for good, and on shared cores keep its neighbours from computing. Where a doorbell
-    rings for what is awaited, the first nap is the longest one, and a ring is followed by polls without pause again:
-    MPI may need a few to take a message in.
+    rings for what is awaited naps grow sooner, and a ring is followed by polls without pause again: MPI may need a few
+    to take a message in.
     """
 
     spin_s: float
@@ -39,18 +40,19 @@ class Patience:
         """Return once `done()`, which drives MPI's progress by itself."""
         if done():
             return
-        sleep, nap = (bell.wait, self.longest_nap_s) if bell else (_sleep, self.nap_s)
+        sleep, growth = (bell.wait, 1.5) if bell else (_sleep, 1.05)
+        nap = self.nap_s
         awake = time.perf_counter()
         while not done():
             if time.perf_counter() - awake > self.spin_s:
                 if sleep(nap):
                     awake = time.perf_counter()
-                nap = min(nap * 1.05, self.longest_nap_s)
+                nap = min(nap * growth, self.longest_nap_s)
 
-    def wait(self, *requests: MPI.Request, bell: Doorbell | None = None) -> None:
+    def wait(self, *requests: MPI.Request) -> None:
         """Return once all `requests` are complete."""
         pending = list(requests)
-        self.until(lambda: MPI.Request.Testall(pending), bell)
+        self.until(lambda: MPI.Request.Testall(pending))
 
 
 class Doorbell:
@@ -67,18 +69,31 @@ class Doorbell:
 
     @staticmethod
     def between(comm: MPI.Intracomm, node: MPI.Intracomm) -> Doorbell | None:
-        """A doorbell of each rank of `comm` that has neighbours, which are `node`; None where there is no such thing.
-
-        Collective over `node`.
+        """A doorbell of each rank of `comm` that has neighbours, which are `node`; None where rings do not arrive,
+        as in containers that share memory but no network. Collective over `node`.
         """
         listener = _listener() if node.size > 1 else None
         everyone = node.allgather(listener and listener.getsockname())
-        if listener is None or None in everyone:
-            if listener:
-                listener.close()
-            return None
-        addresses = dict(zip(node.group.Translate_ranks(None, comm.group), everyone, strict=True))
-        return Doorbell(listener, {rank: address for rank, address in addresses.items() if rank != comm.rank})
+        if listener and None not in everyone:
+            addresses = dict(zip(node.group.Translate_ranks(None, comm.group), everyone, strict=True))
+            bell = Doorbell(listener, {rank: address for rank, address in addresses.items() if rank != comm.rank})
+            if bell._is_heard(node):
+                return bell
+        if listener:
+            listener.close()
+        return None
+
+    def _is_heard(self, node: MPI.Intracomm) -> bool:
+        """Whether each rank hears a ring of its neighbour, which says who it is."""
+        own = self.listener.getsockname()
+        at = (node.rank + 1) % node.size
+        self.listener.sendto(own, node.allgather(own)[at])
+        node.Barrier()
+        try:
+            heard = self.listener.recv(len(own) + 1)
+        except BlockingIOError:
+            heard = b""
+        return node.allreduce(heard == node.allgather(own)[node.rank - 1], MPI.LAND)
 
     def among(self, own: MPI.Intracomm, part: MPI.Intracomm) -> Doorbell:
         """The same one for the ranks of `part`, a part of the communicator `own` that this one is for."""
@@ -114,10 +129,19 @@ def _sleep(seconds: float) -> bool:
 
 def _listener() -> socket.socket | None:
     """A datagram socket with an address of its own, which vanishes with its process; on Linux."""
+    if sys.platform != "linux":
+        return None
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    try:
         listener.bind("")
-    except (AttributeError, OSError):
+    except OSError:
+        listener.close()
+        return None
+    if listener.fileno() >= MOST_FILES:
+        listener.close()
         return None
     listener.setblocking(False)
-    return listener if listener.fileno() < MOST_FILES and listener.getsockname() else None
+    return listener

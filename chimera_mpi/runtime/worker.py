@@ -219,7 +219,8 @@ class Worker:
         if not self.gradients.settled(op.place):
             self.mailbox.push()
             places = self.stages if self.norm else [op.place]
-            squares = math.fsum(self.gradients.settle(place, self.loss_scale) for place in places)
+            settle = partial(self.gradients.settle, loss_scale=self.loss_scale, meanwhile=self.mailbox.poke)
+            squares = math.fsum(map(settle, places))
             self._add_squares(op, squares)
             if self.norm and (factor := self.norm.judge(squares)) != 1:
                 self.gradients.scale(factor)

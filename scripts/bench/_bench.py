@@ -116,4 +116,5 @@ def show(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> 
 
 def save(path: Path | None, found: Any) -> None:
     if path is not None:
-        path.write_text(json.dumps(found, indent=1))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import socket
 import statistics
 import subprocess
@@ -21,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from _bench import mpiexec
 
 RANKS = 2
 START_LIMIT_S, TURN_LIMIT_S, STOP_LIMIT_S = 300, 900, 60
@@ -172,15 +173,6 @@ def by_themselves(family: str) -> list[list[str]]:
     return [[sys.executable, str(TRAINING), family, str(rank)] for rank in range(RANKS)]
 
 
-def mpiexec() -> list[str]:
-    launcher = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    if launcher is None:
-        sys.exit("no mpiexec on the PATH: pip install 'chimera-mpi[mpich]'")
-    told = subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout
-    is_open_mpi = "Open MPI" in told or "OpenRTE" in told
-    return [launcher, *(["--oversubscribe", "--bind-to", "none"] if is_open_mpi else [])]
-
-
 def alternating(contenders: Sequence[str], reference: str, every: int) -> list[str]:
     """The turns of a round: the reference comes first, last, and after each `every` contenders."""
     turns = []
@@ -217,8 +209,3 @@ def machine() -> dict[str, Any]:
 
 def tell(text: str) -> None:
     print(text, flush=True)
-
-
-def write_json(path: str, **content: Any) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")

@@ -6,7 +6,6 @@ ours and torch's must agree.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import sys
@@ -20,6 +19,7 @@ import torch
 from _contenders import BIG_BLOCKS, RANKS, SOCKET, Line, Shape, Turn, connect
 from torch import nn
 
+from chimera_mpi.host import keep_freed_memory
 from chimera_mpi.models import GPT, Model, gpt, make_layer
 from chimera_mpi.predict.partition import Cuts, cut_by
 from chimera_mpi.runtime.mailbox import Spec
@@ -244,19 +244,10 @@ def take(step: Step, numbers: range) -> dict:
     return {"seconds": seconds, "numbers": {name: [row[name] for row in rows] for name in rows[0]}}
 
 
-def keep_big_blocks() -> None:
-    """Let glibc keep freed blocks above 128 KB, whose pages would otherwise be faulted in at each use."""
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
-    libc = ctypes.CDLL(None)
-    for option, value in (mmap_threshold, 1 << 30), (trim_threshold, (1 << 31) - 1), (top_pad, 64 << 20):
-        if not libc.mallopt(option, value):
-            sys.exit(f"mallopt({option}, {value}) failed: leave out --mallopt")
-
-
 def main(family: str, rank: str = "") -> None:
     torch.set_num_threads(1)
     if os.environ.items() >= BIG_BLOCKS.items():
-        keep_big_blocks()
+        keep_freed_memory()
     if family == "ours":
         from mpi4py import MPI
 

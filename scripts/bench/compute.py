@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
+from pathlib import Path
 
+from _bench import save
 from _contenders import (
     BIG_BLOCKS,
     Group,
@@ -32,7 +34,6 @@ from _contenders import (
     over_mpi,
     spread,
     tell,
-    write_json,
 )
 from rich.console import Console
 from rich.table import Table
@@ -70,7 +71,13 @@ def main() -> None:
             rows += contest(groups, args.contenders, micro_batches, shape, args)
     tables = [results(rows), pairings(rows)]
     Console(width=120).print(*(table for table in tables if table.row_count))
-    write_json(args.json, shape=asdict(shape), arguments=vars(args), machine=machine(), rows=[asdict(r) for r in rows])
+    found = {
+        "shape": asdict(shape),
+        "arguments": {name: str(value) for name, value in vars(args).items()},
+        "machine": machine(),
+        "rows": [asdict(r) for r in rows],
+    }
+    save(args.json, found)
 
 
 def arguments() -> argparse.Namespace:
@@ -81,8 +88,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", default=[*CONTENDERS, TWO_THREADS], metavar="FAMILY/NAME")
     parser.add_argument("--ceiling-every", type=int, default=3, help="contenders between two turns of the ceiling")
     parser.add_argument("--cuts", choices=["stages", "workers"], default="stages", help="what the partition makes even")
-    parser.add_argument("--mallopt", action="store_true", help="let glibc keep big blocks, in all contenders")
-    parser.add_argument("--json", default="runs/bench-compute.json", metavar="FILE")
+    parser.add_argument(
+        "--mallopt",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let glibc keep freed memory, for all alike",
+    )
+    parser.add_argument("--json", type=Path, default="runs/bench-compute.json", metavar="FILE")
     for name, value in asdict(Shape()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     args = parser.parse_args()

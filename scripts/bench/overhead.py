@@ -116,23 +116,23 @@ def on_a_rank(asked: dict[str, Any]) -> None:
     from mpi4py import MPI
 
     from chimera_mpi.runtime.grid import Grid
-    from chimera_mpi.runtime.rehearsal import Emulation, Rehearsal, Stopwatch
+    from chimera_mpi.runtime.rehearsal import Emulation, Rehearsal, StepTimer
 
     torch.set_num_threads(1)
     world, sleeper = MPI.COMM_WORLD, Sleeper()
     grid = Grid(world, world.size)
-    stopwatch = Stopwatch(grid.world, grid.node.patience, sleeper)
+    step_timer = StepTimer(grid.world, grid.node.patience, sleeper)
     schedules = [build(scheme, world.size, asked["micro_batches"]) for scheme in SCHEMES]
     nothing = Emulation(0.0, 0.0, 0.0, NUMBER_BYTES)
     rehearsals = [Rehearsal(grid, schedule, nothing, sleeper) for schedule in schedules]
     profiler = cProfile.Profile() if asked["profile"] and world.rank == 0 else None
     steps_s: list[list[float]] = [[] for _ in schedules]
     for rehearsal in rehearsals:
-        stopwatch.time(rehearsal.step)
+        step_timer.time(rehearsal.step)
     for _ in range(asked["repeat"]):
         for rehearsal, found in zip(rehearsals, steps_s, strict=True):
             step = partial(profiler.runcall, rehearsal.step) if profiler else rehearsal.step
-            found.append(stopwatch.time(step).seconds)
+            found.append(step_timer.time(step).seconds)
     rows = [
         {"name": schedule.scheme, "steps_s": times, **work(schedule)}
         for schedule, times in zip(schedules, steps_s, strict=True)

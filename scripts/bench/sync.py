@@ -15,8 +15,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from _bench import save
 from _contenders import (
     BIG_BLOCKS,
     Group,
@@ -30,7 +32,6 @@ from _contenders import (
     over_mpi,
     spread,
     tell,
-    write_json,
 )
 from _link import linked
 from rich.console import Console
@@ -66,7 +67,12 @@ def main() -> None:
             for megabytes in args.megabytes:
                 rows += contest(ranks, kinds, link, megabytes, args)
     Console(width=120).print(results(rows))
-    write_json(args.json, arguments=vars(args), machine=machine(), rows=[asdict(row) for row in rows])
+    found = {
+        "arguments": {name: str(value) for name, value in vars(args).items()},
+        "machine": machine(),
+        "rows": [asdict(row) for row in rows],
+    }
+    save(args.json, found)
 
 
 def arguments() -> argparse.Namespace:
@@ -80,8 +86,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--netns", action="store_true", help="also between two network namespaces; needs root")
     parser.add_argument("--gigabits", type=float, default=1.0, help="per second, of the link between them")
     parser.add_argument("--delay-ms", type=float, default=1.0, help="one way, of the link between them")
-    parser.add_argument("--mallopt", action="store_true", help="let glibc keep big blocks")
-    parser.add_argument("--json", default="runs/bench-sync.json", metavar="FILE")
+    parser.add_argument(
+        "--mallopt",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let glibc keep freed memory, for all alike",
+    )
+    parser.add_argument("--json", type=Path, default="runs/bench-sync.json", metavar="FILE")
     return parser.parse_args()
 
 

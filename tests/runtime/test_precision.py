@@ -9,6 +9,7 @@ import torch
 from case import TOKENS, Case, grid_of, mini_batch, tiny
 
 from chimera_mpi.errors import InputError
+from chimera_mpi.models import as_model
 from chimera_mpi.runtime.mailbox import Spec
 from chimera_mpi.runtime.norm import LossScale
 from chimera_mpi.runtime.optimizer import Recipe
@@ -115,6 +116,21 @@ def test_the_loss_scale_falls_at_once_and_rises_slowly():
         scale.learn(overflowed)
         seen.append(scale.value)
     assert seen == [4, 4, 4, 8, 8, 8, 4, 4]
+
+
+def test_a_loss_scale_that_never_helps_is_an_error():
+    scale = LossScale(1.0)
+    with pytest.raises(FloatingPointError, match="loss or the weights are inf or nan"):
+        for _ in range(100):
+            scale.learn(overflowed=True)
+    assert scale.value > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_users_loss_counts_exactly_in_half_precision(dtype):
+    model = as_model(([torch.nn.Linear(1, 1)], lambda output, targets: (output.sum(), targets.numel())))
+    total, count = model.loss(torch.ones(3, dtype=dtype), torch.zeros(70_001))
+    assert total.dtype == torch.float32 and count.item() == 70_001
 
 
 @pytest.mark.mpi(2)

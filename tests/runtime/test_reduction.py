@@ -138,6 +138,36 @@ def test_without_room_in_shared_memory_messages_do(comm, monkeypatch):
     case.run()
 
 
+class Late:
+    """A sum that is done once what it waits for has been driven three times."""
+
+    in_order, is_share, bell = True, False, None
+
+    def __init__(self):
+        self.driven = 0
+        self.count = torch.ones(1)
+        self.mine = torch.zeros(4)
+
+    def drive(self):
+        return self.driven >= 3
+
+
+@pytest.mark.mpi(1)
+def test_a_wait_for_sums_drives_messages(comm):
+    """A replica that waits for this rank's message cannot add its gradients before."""
+    case = Case(comm, build("gpipe", 1, 1))
+    gradients, late = case.pipeline.worker.gradients, Late()
+    (bucket,) = gradients.buckets((0, 0))
+    bucket.sum = late
+    gradients._under_way.append(late)
+
+    def meanwhile():
+        late.driven += 1
+
+    gradients.settle((0, 0), meanwhile=meanwhile)
+    assert late.driven >= 3 and not gradients._under_way
+
+
 def test_buffers_are_padded_to_cache_lines():
     assert padded_bytes(Layout(1, False, torch.float32), 4) == 4 * 64
     assert padded_bytes(Layout(16, True, torch.float32), 1) == 2 * 64

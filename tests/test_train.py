@@ -85,10 +85,10 @@ def test_the_log_is_that_of_one_process(folder, serial, scheme, depth, ranks, mi
 def test_sixteen_ranks_on_few_cores(folder):
     """More ranks than cores: the same losses as one process, whatever the oversubscription."""
     deep = ("layers=14", "sequence_length=8", "mini_batch_size=16", "steps=2", "optimizer_sharding=replicas")
-    for log, ranks, scheme in (("alone.h5", 1, "gpipe"), ("sixteen.h5", 16, "chimera")):
+    for log, ranks, scheme in (("one.h5", 1, "gpipe"), ("sixteen.h5", 16, "chimera")):
         done = train(ranks, folder, log, *deep, f"scheme={scheme}", f"depth={ranks}", "micro_batches=16", timeout_s=140)
         assert done.returncode == 0, done.stderr
-    alone, sixteen = read_run(folder / "alone.h5"), read_run(folder / "sixteen.h5")
+    alone, sixteen = read_run(folder / "one.h5"), read_run(folder / "sixteen.h5")
     np.testing.assert_allclose(sixteen.steps["loss"], alone.steps["loss"], rtol=1e-9)
     np.testing.assert_allclose(sixteen.steps["grad_norm"], alone.steps["grad_norm"], rtol=1e-9)
 
@@ -265,7 +265,7 @@ def test_the_doctor_finds_training_equal_to_one_process(folder, options):
     done = launch.chimera(2, "doctor", "--parity", "depth=2", "micro_batches=4", *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "equal"
-    assert len(done.stdout.splitlines()) == 2 + 4
+    assert len(done.stdout.splitlines()) == 3 + 4  # devices, head, the two copies of each stage, verdict
 
 
 USER_MODEL = """

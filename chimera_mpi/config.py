@@ -79,7 +79,10 @@ class Config(BaseModel):
         "fp32", description="bf16 and fp16 keep masters and sums in fp32"
     )
     loss_scale: float | None = Field(
-        None, gt=0, description="of fp16 at the start; by default 65536 / tokens of a micro-batch, as losses are sums"
+        None,
+        gt=0,
+        le=2**24,
+        description="of fp16 at the start; by default 65536 / tokens of a micro-batch, as losses are sums",
     )
     shared_sums: Switch = Field(
         True, description="replicas on a node sum large gradients in memory that they share, if /dev/shm has room"

@@ -655,7 +655,7 @@ def _refusal(path: Path, error: OSError, more: str = "") -> InputError:
     """What went wrong with the log at `path`, and what to do, in one line."""
     reason = error.strerror or str(error)
     if error.errno == errno.EEXIST:
-        return InputError(f"{path} exists and a log is never overwritten: take another log=, or resume the run")
+        return InputError(f"{path} exists and a log is never overwritten: take another log=")
     if error.errno in _NO_LOCKS:
         remedy = "set HDF5_USE_FILE_LOCKING=FALSE and see to it that one job writes it, or log to another file system"
         return InputError(f"{path}: its file system does not lock files ({reason}): {remedy}")

@@ -352,6 +352,28 @@ def measured(comm: Comm, patience: Patience, job: Job, read: Read, staging: Stag
     return job.cut_by(seconds.tolist())
 
 
+def try_loss(job: Job, read: Read) -> None:
+    """Raises InputError if a user's loss does not take what his layers make of the first micro-batch."""
+    inputs, targets = read(0, 0)
+    dtype = PRECISIONS[job.config.precision]
+    entering = tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+    outputs = trace(job.task.model, entering, dtype).outputs[-1]
+    try:
+        check_loss(job.task.model, outputs, targets)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"model={job.config.model}: the loss raised {type(error).__name__}: {error}") from error
+
+
+def check_loss(model: Model, outputs: Sequence[Spec], targets: Targets) -> None:
+    """Try the loss on zeros. Raises InputError, or whatever it raises."""
+    zeros = [torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_(spec.dtype.is_floating_point) for spec in outputs]
+    total, _ = model.loss(*zeros, targets)
+    if not total.requires_grad:
+        raise InputError("the loss has no gradient: compute it from the last layer's outputs, without detach()")
+
+
 def reader(job: Job, corpus: Corpus) -> Read:
     """The micro-batches to train on."""
     return partial(read_micro_batch, job.task.batches(corpus, job.sizes, job.config.seed))

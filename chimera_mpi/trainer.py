@@ -27,7 +27,7 @@ from .runtime.stage import trace
 from .runtime.worker import Targets
 from .schedule import STREAMS
 from .tasks import Task
-from .train import PRECISIONS, Part, job_of, learning_rate_of, measured, patience_of
+from .train import PRECISIONS, Part, check_loss, job_of, learning_rate_of, measured, patience_of
 
 T = TypeVar("T")
 
@@ -195,9 +195,15 @@ class Trainer:
         with _refusing(f"the model does not take {batch}"):
             outputs, *_ = (trace(self.model, batch.entering(size), self.dtype).outputs[-1] for size in batch.sizes)
         if self.grid.world.rank == 0:
-            zeros = (torch.zeros(spec.shape, dtype=spec.dtype) for spec in outputs)
-            with torch.no_grad(), _refusing(f"the loss does not take outputs {_told(outputs)} and {batch}"):
-                self.model.loss(*zeros, batch.read(0, 0)[1])
+            inputs, targets = batch.read(0, 0)
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng(devices=[]),
+                _refusing(f"the first layer does not take {batch}"),
+            ):
+                make_layer(self.model, 0, self.config.seed, self.dtype)(*inputs)  # dtypes, which a trace overlooks
+            with _refusing(f"the loss does not take outputs {_told(outputs)} and {batch}"):
+                check_loss(self.model, outputs, targets)
 
     def _initial_layers(self) -> list[dict[str, Tensor]] | None:
         if self.grid.world.rank:

@@ -59,7 +59,7 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     from ..runtime.agreement import agree
     from ..runtime.grid import find_node
     from ..tasks import check_vocabulary
-    from ..train import Run, measured, plan_job, reader
+    from ..train import Run, measured, plan_job, reader, try_loss
 
     config = agree(world, lambda: load(args.source, args.overrides))
     job = agree(world, lambda: plan_job(config, world.size))
@@ -75,6 +75,7 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     threads = set_threads(config.threads, node.threads)
     if config.keep_freed_memory:
         keep_freed_memory()
+    agree(world, on_rank_0(lambda: try_loss(job, reader(job, corpus))))
     job = measured(world, node.patience, job, reader(job, corpus), staging)
     facts = {**_facts(world, threads), "devices": devices}
     log = agree(world, on_rank_0(lambda: _create_log(job, validation, world.size, facts)))
@@ -114,10 +115,6 @@ def _create_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any]) -> Run
 
     if job.config.log is None:
         return None
-    path = Path(job.config.log)
-    if job.config.log == "auto":
-        path = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{job.config.scheme}.h5"
-        path.parent.mkdir(exist_ok=True)
     attributes = {
         "config": job.config.model_dump_json(),
         "width": job.width,
@@ -129,7 +126,21 @@ def _create_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any]) -> Run
         "validation_sha256": corpus.sha256,
         **facts,
     }
-    return RunLog.create(path, attributes, ranks, locking=locks_wanted(os.environ))
+    create = partial(RunLog.create, attributes=attributes, workers=ranks, locking=locks_wanted(os.environ))
+    return _created_anywhere(create, job.config.scheme) if job.config.log == "auto" else create(Path(job.config.log))
+
+
+def _created_anywhere(create: Callable[[Path], RunLog], scheme: str) -> RunLog:
+    """A log of a name that no other run has, though it may have begun in the same second."""
+    folder, name = Path("runs"), f"{time.strftime('%Y%m%d-%H%M%S')}-{scheme}"
+    folder.mkdir(exist_ok=True)
+    for path in (folder / f"{name}{suffix}.h5" for suffix in ("", *(f"-{n}" for n in range(2, 100)))):
+        try:
+            return create(path)
+        except InputError:
+            if not path.exists():
+                raise
+    raise InputError(f"{folder} has 99 logs of {name}: name one by log=")
 
 
 def _facts(world: Any, threads: int) -> dict[str, Any]:

@@ -66,7 +66,11 @@ class Stage(nn.Module):
 def handed_on(output: torch.Tensor | Tensors) -> Tensors:
     """What a layer put out, as the next one gets it: contiguous, be it in the same stage or another, since dropout
     draws in the order of memory."""
-    return tuple(tensor.contiguous() for tensor in (output if isinstance(output, tuple) else (output,)))
+    tensors = output if isinstance(output, tuple) else (output,)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a layer returned a {type(tensor).__name__}: return a tensor or a tuple of tensors")
+    return tuple(tensor.contiguous() for tensor in tensors)
 
 
 def digest(stage: nn.Module) -> str:

@@ -57,6 +57,7 @@ def test_a_tensor_overwritten_in_flight_is_found_out(comm):
     else:
         for op in consumers:
             mailbox.receive(op)
+    mailbox.patience.wait(comm.Ibarrier())  # what is still on its way must not be freed
     cancel(mailbox)
 
 

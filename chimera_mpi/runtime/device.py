@@ -92,11 +92,12 @@ def awareness(asked: str | bool, library: str, kinds: str, environment: Mapping[
     is_open_mpi = library.startswith("Open MPI")
     if asked != "auto":
         aware = bool(asked)
+    elif kinds:
+        aware = "cuda" in kinds
     elif is_open_mpi:
-        aware = "cuda" in kinds or "mpi_built_with_cuda_support:value:true" in ompi_info
+        aware = "mpi_built_with_cuda_support:value:true" in ompi_info
     else:
-        names = "MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU"
-        aware = "cuda" in kinds or any(environment.get(name) == "1" for name in names)
+        aware = any(environment.get(name) == "1" for name in ("MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU"))
     return Awareness(aware, aware and not is_open_mpi)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .config import Config, Steps, schedule_of
 from .data import Corpus, even_sizes
-from .errors import InputError
+from .errors import InputError, refusing
 from .models import Model, make_layer
 from .predict.partition import Cuts, cut_at, cut_by, cut_uniformly, imbalance
 from .runlog import RunLog, StepRow
@@ -358,12 +358,8 @@ def try_loss(job: Job, read: Read) -> None:
     dtype = PRECISIONS[job.config.precision]
     entering = tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in inputs)
     outputs = trace(job.task.model, entering, dtype).outputs[-1]
-    try:
+    with refusing(f"model={job.config.model}: the loss fails"):
         check_loss(job.task.model, outputs, targets)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"model={job.config.model}: the loss raised {type(error).__name__}: {error}") from error
 
 
 def check_loss(model: Model, outputs: Sequence[Spec], targets: Targets) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from .config import Config, Steps, checked, schedule_of
 from .data import even_sizes
-from .errors import InputError
+from .errors import InputError, refusing
 from .models import Model, as_model, make_layer, named_layers
 from .runtime.agreement import agree, meet, take_values_of_root
 from .runtime.device import awareness_of, staging_on, use_device
@@ -192,17 +191,17 @@ class Trainer:
 
         In a step only some ranks would see it. The loss is tried by rank 0, on zeros for outputs.
         """
-        with _refusing(f"the model does not take {batch}"):
+        with refusing(f"the model does not take {batch}"):
             outputs, *_ = (trace(self.model, batch.entering(size), self.dtype).outputs[-1] for size in batch.sizes)
         if self.grid.world.rank == 0:
             inputs, targets = batch.read(0, 0)
             with (
                 torch.no_grad(),
                 torch.random.fork_rng(devices=[]),
-                _refusing(f"the first layer does not take {batch}"),
+                refusing(f"the first layer does not take {batch}"),
             ):
                 make_layer(self.model, 0, self.config.seed, self.dtype)(*inputs)  # dtypes, which a trace overlooks
-            with _refusing(f"the loss does not take outputs {_told(outputs)} and {batch}"):
+            with refusing(f"the loss does not take outputs {_told(outputs)} and {batch}"):
                 check_loss(self.model, outputs, targets)
 
     def _initial_layers(self) -> list[dict[str, Tensor]] | None:
@@ -270,17 +269,6 @@ def _tensors(name: str, given: Any) -> Tensors:
 def _told(tensors: Any) -> str:
     """Dtypes and shapes."""
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
-
-
-@contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Anything raised within becomes an InputError that begins with `what`."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _understand(ranks: int, learning_rate: Any, keys: dict[str, Any]) -> tuple[Config, Steps, Callable[[int], float]]:

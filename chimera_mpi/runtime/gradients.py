@@ -128,7 +128,8 @@ class Gradients:
             if here:
                 after = {place for place in stages if place[1] >= min(tie.stages)}
                 self._add([here], after, grid.replicas(holders(schedule, tie.stages)), sharded=False, counted=False)
-        grid.closing.append(self.close)
+        if self._memories:
+            grid.closing.append(self.close)
 
     def close(self) -> None:
         """Give back the memory that is shared, once; the gradients are gone. Collective."""
@@ -165,7 +166,9 @@ class Gradients:
         """
         buckets, bucket_of = self._own_buckets[place], self._bucket_of[place]
         own = self._own(place)
-        missing = [{p for p, of in zip(own, bucket_of, strict=True) if of == at} for at in range(len(buckets))]
+        missing: list[set[torch.Tensor]] = [set() for _ in buckets]
+        for at, parameter in zip(bucket_of, own, strict=True):
+            missing[at].add(parameter)
         pending = list(reversed(range(len(buckets))))
 
         def fill(at: int, parameter: torch.Tensor) -> None:

@@ -63,7 +63,7 @@ class Grid:
 
     def together(self, comm: Comm) -> Comm:
         """Those of `comm` that share this rank's memory."""
-        return cast(Comm, comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank))
+        return sharing_memory(comm)
 
     def bell_of(self, part: Comm) -> Doorbell | None:
         """A doorbell by the ranks of one of this grid's communicators."""
@@ -127,9 +127,14 @@ class Node(NamedTuple):
         return Patience.for_node(self.ranks, self.cores)
 
 
+def sharing_memory(comm: MPI.Comm) -> Comm:
+    """Those of `comm` on this rank's node, in their order. Collective."""
+    return cast(Comm, comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank))
+
+
 def find_node(comm: MPI.Comm) -> Node:
     """Collective over `comm`."""
-    together = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    together = sharing_memory(comm)
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     node = Node(together.size, len(set().union(*together.allgather(own))), len(own), together.rank)
     together.Free()

@@ -228,10 +228,6 @@ class Arrival(NamedTuple):
     parts: tuple[Incoming, ...]
     sizes: list[int]
 
-    @property
-    def tensors(self) -> Tensors:
-        return tuple(part.tensor for part in self.parts)
-
     def verify(self, op: Op, patience: Patience) -> None:
         for request, size in zip(self.requests, self.sizes, strict=True):
             status = MPI.Status()

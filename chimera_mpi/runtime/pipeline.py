@@ -66,22 +66,11 @@ class Pipeline:
         self.dtype = settings.dtype
         self.traces = self._traces(inputs)
         check_compatible(schedule, model, self.cuts, settings.recipe, settings.sharded, bool(settings.loss_scale))
-        ties = ties_across(model.tied, self.cuts)
         self.stages = {
             place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype, settings.staging.device)
             for place in schedule.places(self.grid.worker)
         }
-        gradients = Gradients(
-            self.grid,
-            schedule,
-            self.stages,
-            ties,
-            self.patience,
-            sharded=settings.sharded,
-            bucket_bytes=settings.bucket_bytes,
-            shared_from_bytes=settings.shared_from_bytes,
-            staging=settings.staging,
-        )
+        gradients = self._gradients(settings)
         self.worker = Worker(
             schedule,
             self.stages,
@@ -128,6 +117,19 @@ class Pipeline:
     def close(self) -> None:
         """Give back the memory that replicas share. Collective."""
         self.worker.gradients.close()
+
+    def _gradients(self, settings: Settings) -> Gradients:
+        return Gradients(
+            self.grid,
+            self.schedule,
+            self.stages,
+            ties_across(self.model.tied, self.cuts),
+            self.patience,
+            sharded=settings.sharded,
+            bucket_bytes=settings.bucket_bytes,
+            shared_from_bytes=settings.shared_from_bytes,
+            staging=settings.staging,
+        )
 
     def _norm(self, settings: Settings) -> GlobalNorm | None:
         if not (settings.clip or settings.loss_scale):

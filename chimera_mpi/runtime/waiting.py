@@ -84,16 +84,15 @@ class Doorbell:
         return None
 
     def _is_heard(self, node: MPI.Intracomm) -> bool:
-        """Whether each rank hears a ring of its neighbour, which says who it is."""
-        own = self.listener.getsockname()
-        at = (node.rank + 1) % node.size
-        self.listener.sendto(own, node.allgather(own)[at])
+        """Whether each rank hears its neighbour, which says who it is: elsewhere others may have the same addresses."""
+        after = node.allgather(self.listener.getsockname())[(node.rank + 1) % node.size]
+        with suppress(OSError):
+            self.listener.sendto(b"%d" % node.rank, after)
         node.Barrier()
-        try:
-            heard = self.listener.recv(len(own) + 1)
-        except BlockingIOError:
-            heard = b""
-        return node.allreduce(heard == node.allgather(own)[node.rank - 1], MPI.LAND)
+        heard = b""
+        with suppress(BlockingIOError):
+            heard = self.listener.recv(16)
+        return node.allreduce(heard == b"%d" % ((node.rank - 1) % node.size), MPI.LAND)
 
     def among(self, own: MPI.Intracomm, part: MPI.Intracomm) -> Doorbell:
         """The same one for the ranks of `part`, a part of the communicator `own` that this one is for."""

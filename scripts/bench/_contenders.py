@@ -6,6 +6,7 @@ its socket and takes no core; a contender is built for its turn and gone after i
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -21,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _bench import mpiexec
+from _bench import mpiexec, save
 
 RANKS = 2
 START_LIMIT_S, TURN_LIMIT_S, STOP_LIMIT_S = 300, 900, 60
@@ -209,3 +210,9 @@ def machine() -> dict[str, Any]:
 
 def tell(text: str) -> None:
     print(text, flush=True)
+
+
+def record(args: argparse.Namespace, rows: Sequence[Any], **more: Any) -> None:
+    """Write what was asked for and what was found to the file that --json names."""
+    asked = {name: str(value) for name, value in vars(args).items()}
+    save(args.json, {**more, "arguments": asked, "machine": machine(), "rows": [asdict(row) for row in rows]})

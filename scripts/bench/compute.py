@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
-from _bench import save
 from _contenders import (
     BIG_BLOCKS,
     Group,
@@ -30,8 +29,8 @@ from _contenders import (
     around,
     by_themselves,
     group,
-    machine,
     over_mpi,
+    record,
     spread,
     tell,
 )
@@ -71,13 +70,7 @@ def main() -> None:
             rows += contest(groups, args.contenders, micro_batches, shape, args)
     tables = [results(rows), pairings(rows)]
     Console(width=120).print(*(table for table in tables if table.row_count))
-    found = {
-        "shape": asdict(shape),
-        "arguments": {name: str(value) for name, value in vars(args).items()},
-        "machine": machine(),
-        "rows": [asdict(r) for r in rows],
-    }
-    save(args.json, found)
+    record(args, rows, shape=asdict(shape))
 
 
 def arguments() -> argparse.Namespace:

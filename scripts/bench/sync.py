@@ -14,11 +14,10 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _bench import save
 from _contenders import (
     BIG_BLOCKS,
     Group,
@@ -28,8 +27,8 @@ from _contenders import (
     alternating,
     around,
     group,
-    machine,
     over_mpi,
+    record,
     spread,
     tell,
 )
@@ -67,12 +66,7 @@ def main() -> None:
             for megabytes in args.megabytes:
                 rows += contest(ranks, kinds, link, megabytes, args)
     Console(width=120).print(results(rows))
-    found = {
-        "arguments": {name: str(value) for name, value in vars(args).items()},
-        "machine": machine(),
-        "rows": [asdict(row) for row in rows],
-    }
-    save(args.json, found)
+    record(args, rows)
 
 
 def arguments() -> argparse.Namespace:

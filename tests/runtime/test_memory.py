@@ -64,7 +64,7 @@ def act_and_mark(act, watch, mailbox, messages, op, received):
     act(op, received)
     watch.mark(str(op))
     tensors = [departure.tensor for departure in mailbox._leaving]
-    tensors += [tensor for arrival in mailbox._arriving.values() for tensor in arrival.tensors]
+    tensors += [part.tensor for arrival in mailbox._arriving.values() for part in arrival.parts]
     messages.append(sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()))
 
 

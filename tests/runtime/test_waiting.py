@@ -92,30 +92,36 @@ def test_lost_rings_are_no_loss(comm, monkeypatch, scheme):
 
 
 @pytest.mark.mpi(2)
-def test_a_doorbell_that_is_not_heard_is_none(comm, monkeypatch):
+@pytest.mark.parametrize("fails", ["recv", "sendto"])
+def test_a_doorbell_that_is_not_heard_is_none(comm, monkeypatch, fails):
     """As in containers that share memory, each with a network of its own."""
     if comm.rank == 0:
-        monkeypatch.setattr("chimera_mpi.runtime.waiting.socket", Deaf(socket))
+        monkeypatch.setattr("chimera_mpi.runtime.waiting.socket", Broken(socket, fails))
     grid = Grid(comm, 2)
     monkeypatch.undo()
     assert grid.bell is None
     grid.close()
 
 
-class Deaf:
-    """The module socket, with sockets that hear nothing."""
+class Broken:
+    """The module socket, with sockets that hear nothing or reach nobody."""
 
-    def __init__(self, module):
-        self.module = module
+    def __init__(self, module, fails):
+        self.module, self.fails = module, fails
 
     def __getattr__(self, name):
         return getattr(self.module, name)
 
     def socket(self, *arguments):
-        class Socket(socket.socket):
-            def recv(self, *arguments):
-                raise BlockingIOError
+        error = {"recv": BlockingIOError, "sendto": ConnectionRefusedError}[self.fails]
 
+        class Socket(socket.socket):
+            pass
+
+        def fail(*arguments):
+            raise error
+
+        setattr(Socket, self.fails, fail)
         return Socket(*arguments)
 
 

@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from types import ModuleType
 from typing import NoReturn
 
-from .errors import InputError
+from .errors import InputError, RunFailed
 from .schedule import nearest
 
 # Each subcommand is the module of that name in `commands/`: to add one, write the module and a line here.
@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"chimera-mpi: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"chimera-mpi: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # The reader (`| head`) has had enough. What is still buffered must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 
 def sharpen_timer() -> None:
@@ -25,3 +27,26 @@ def keep_freed_memory() -> bool:
         return False
     keeps = mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 32 << 20)
     return bool(keeps and mallopt(trim_threshold, (1 << 31) - 1) and mallopt(top_pad, 64 << 20))
+
+
+def free_memory() -> float:
+    """The fraction of this machine's memory, or of what this process's control groups may have, that is left; 0 where
+    nobody tells. What only caches files counts as free."""
+    found = []
+    with suppress(OSError, KeyError, ValueError):
+        kilobytes = _figures(Path("/proc/meminfo"))
+        found.append(kilobytes["MemAvailable:"] / kilobytes["MemTotal:"])
+    with suppress(OSError, StopIteration):
+        groups = (line.partition("::") for line in Path("/proc/self/cgroup").read_text().splitlines())
+        own = Path("/sys/fs/cgroup") / next(path.strip("/") for number, _, path in groups if number == "0")
+        for group in (own, *own.parents):
+            with suppress(OSError, KeyError, ValueError):  # a group without a limit, or not a group
+                limit = int((group / "memory.max").read_text())
+                used = int((group / "memory.current").read_text()) - _figures(group / "memory.stat")["inactive_file"]
+                found.append(1 - used / limit)
+    return min(found, default=0.0)
+
+
+def _figures(path: Path) -> dict[str, int]:
+    """By the first word of each line, the second."""
+    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if len(words := line.split()) > 1}

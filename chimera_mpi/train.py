@@ -6,15 +6,17 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .checkpoint import WEIGHTS, Checkpoint
 from .config import Config, Steps, schedule_of
 from .data import Corpus, even_sizes
 from .errors import InputError, refusing
@@ -33,6 +35,7 @@ from .runtime.stage import Recompute, trace
 from .runtime.staging import Direct, Staging
 from .runtime.waiting import Patience
 from .runtime.worker import Feed, MicroBatch, Sums, Targets
+from .saving import Saver
 from .schedule import Schedule
 from .tasks import Task, task_of
 from .timeline import Span, breakdown
@@ -62,9 +65,9 @@ class Job:
         return replace(self, cuts=cuts, imbalance=imbalance(seconds, cuts, self.plan.schedule), balanced="seconds")
 
 
-def plan_job(config: Config, ranks: int) -> Job:
-    """Raises InputError if `ranks` ranks cannot do what `config` asks."""
-    plan = schedule_of(config)
+def plan_job(config: Config, ranks: int, done: int = 0) -> Job:
+    """For the steps after the first `done`. Raises InputError if `ranks` ranks cannot do what `config` asks."""
+    plan = schedule_of(config, done)
     width = width_of(ranks, config.depth)
     task = task_of(config)
     sizes = _sizes(config, width, plan.micro_batches)
@@ -238,7 +241,9 @@ class Run:
         log: RunLog | None = None,
         tell: Callable[[Progress], None] = lambda progress: None,
         staging: Staging = Direct(),
+        resumed: Checkpoint | None = None,
     ):
+        """Raises InputError if the layers of the checkpoint to go on from, `resumed`, are others than the job's."""
         self.job, self.log, self.tell = job, log, tell
         config = job.config
         self.grid = Grid(comm, config.depth)
@@ -250,17 +255,64 @@ class Run:
         self.learning_rate = learning_rate_of(config)
         # A backward does twice a forward's arithmetic.
         self.flops = 3 * sum(self.pipeline.traces[0].flops) / job.sizes[self.part.first] * sum(job.sizes)
+        self.identity = identity_of(job, corpus)
+        self.first = 0
+        self.saver = Saver(self.pipeline, config.checkpoint, config.checkpoint_keep) if config.checkpoint else None
+        if resumed:
+            self._resume(resumed)
 
     def _entering(self, size: int) -> Sequence[Spec]:
         return [Spec((size, self.job.config.sequence_length), torch.int64)] * self.job.task.inputs
 
     def run(self) -> None:
-        """All steps. Raises OpFailed where an op failed."""
-        for first in range(0, self.job.config.steps, self.job.plan.steps):
-            self._advance(range(first, first + self.job.plan.steps))
+        """All steps that are left. Raises OpFailed where an op failed, and on all ranks RunFailed."""
+        config = self.job.config
+        for first in range(self.first, config.steps, self.job.plan.steps):
+            steps = range(first, first + self.job.plan.steps)
+            self._advance(steps)
+            if self.saver:
+                self.saver.poll()
+            if config.checkpoint_every and any((step + 1) % config.checkpoint_every == 0 for step in steps):
+                self.save(steps[-1] + 1, wait=False)
+        self.save(config.steps, wait=True)
+
+    def save(self, next_step: int, wait: bool) -> None:
+        """Write a checkpoint, if there is a folder for it, of what the run is between two steps: `next_step` are done.
+        It is written in the background unless one is to `wait`. Collective. Raises RunFailed on all ranks."""
+        if self.saver is None:
+            return
+        if self.log is not None:  # a checkpoint is never ahead of the log
+            self.log.flush(sync=True)
+        self.saver.save(next_step, self._facts(next_step), wait)
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        agree(self.grid.world, lambda: self.pipeline.take_up(checkpoint.layer))
+        self.first, scale = checkpoint.step, self.pipeline.loss_scale
+        if scale and checkpoint.facts["loss_scale"]:
+            scale.value, scale.steps = checkpoint.facts["loss_scale"]
+        if self.saver and checkpoint.path.parent.resolve() == self.saver.folder.resolve():
+            self.saver.saved = checkpoint.step
+
+    def _facts(self, next_step: int) -> dict[str, Any]:
+        """What a checkpoint says beside the layers."""
+        scale = self.pipeline.loss_scale
+        return {
+            "identity": self.identity,
+            "config": self.job.config.model_dump(mode="json"),
+            "ranks": self.grid.world.size,
+            "partition": [cut.start for cut in self.job.cuts[1:]],
+            "imbalance": self.job.imbalance,
+            "next_sample": next_step * sum(self.job.sizes),
+            "loss_scale": (scale.value, scale.steps) if scale else None,
+            "rules": RULES,
+            "log": str(self.log.path.absolute()) if self.log else None,
+            "versions": {package: version(package) for package in ("chimera-mpi", "torch", "safetensors")},
+        }
 
     def close(self) -> None:
         """Free what the ranks share. Collective."""
+        if self.saver:
+            self.saver.close()
         self.pipeline.close()
         self.grid.close()
 
@@ -324,7 +376,7 @@ class Run:
                 tokens=samples * self.job.config.sequence_length,
                 flops=self.flops,
                 bubble_ratio=1 - by_column["compute_s"].mean() / seconds,
-                warmup=step < WARMUP_STEPS,
+                warmup=step < self.first + WARMUP_STEPS,
             )
             self.log.step(row, table[:, 3:])
             if evaluation:
@@ -334,17 +386,86 @@ class Run:
         self.tell(Progress(step, steps, total.mean_loss, total.grad_norm, seconds, per_s, validation_loss))
 
 
-def measured(comm: Comm, patience: Patience, job: Job, read: Read, staging: Staging = Direct()) -> Job:
+RULES = (
+    "the learning rate follows from the step; samples from (seed, step); dropout from (seed, step, micro-batch, layer)"
+)
+
+
+# What a run must have in common with one that it goes on from, and what else its numbers depend on.
+SHAPING = ("model", "sequence_length", "seed", "optimizer")
+OF_OUR_MODELS = ("layers", "hidden", "heads", "vocabulary", "positions", "tied")
+TRAINING = (
+    "learning_rate", "minimum_learning_rate", "warmup_steps", "steps", "weight_decay", "momentum", "clip", "dropout",
+    "precision",
+)  # fmt: skip
+
+
+def identity_of(job: Job, corpus: Corpus) -> dict[str, Any]:
+    """What a run must have in common with a checkpoint to go on from it, beside the shapes of layers."""
+    keys = SHAPING + (OF_OUR_MODELS if job.config.model in ("gpt", "bert") else ())
+    given = {key: getattr(job.config, key) for key in keys}
+    return {**given, "mini_batch_size": sum(job.sizes), "train_sha256": corpus.sha256}
+
+
+def check_same(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises InputError if `name` is not of a run such as this one."""
+    for key, value in here.items():
+        if there.get(key) != value:
+            raise InputError(
+                f"{name} is of a run with {key}={there.get(key)}, not {value}: ask for the same, or begin another run"
+            )
+
+
+def steps_done(checkpoint: Checkpoint | None, config: Config) -> int:
+    """Raises InputError if the run has gone further than `config` asks."""
+    done = checkpoint.step if checkpoint else 0
+    if checkpoint and done > config.steps:
+        raise InputError(
+            f"{checkpoint.path} has {done} steps, more than steps={config.steps}: set steps={done} or more"
+        )
+    return done
+
+
+def check_resumed(checkpoint: Checkpoint, job: Job, corpus: Corpus) -> None:
+    """Raises InputError if the job cannot go on from it."""
+    check_same(str(checkpoint.path), checkpoint.facts["identity"], identity_of(job, corpus))
+    model = job.task.model
+    if len(checkpoint.files) != len(model.layers):
+        raise InputError(f"{checkpoint.path} is of a model of {len(checkpoint.files)} layers, not {len(model.layers)}")
+    for index in range(len(model.layers)):
+        there = checkpoint.shapes(index)
+        for name, tensor in make_layer(model, index, seed=0, device="meta").state_dict().items():
+            if there.get(WEIGHTS + name) != tuple(tensor.shape):
+                raise InputError(
+                    f"layer {index} of {checkpoint.path} has {name} of shape {there.get(WEIGHTS + name)}, "
+                    f"that of the model {tuple(tensor.shape)}: give the model that was trained"
+                )
+
+
+def measured(
+    comm: Comm,
+    patience: Patience,
+    job: Job,
+    read: Read,
+    staging: Staging = Direct(),
+    before: Checkpoint | None = None,
+) -> Job:
     """Where the partition is to be measured, the job cut by the layers' seconds on the first micro-batch, as rank 0
-    measures them; else the job as it is. Collective."""
-    if job.config.partition != "measured":
+    measures them; else the job as it is. A run that goes on from `before` with the same schedule is cut as it was then.
+    Collective."""
+    config = job.config
+    if config.partition != "measured":
         return job
+    cut_by = ("partition", "scheme", "depth", "chunks", "waves", "pairs")
+    if before and all(before.facts["config"][key] == getattr(config, key) for key in cut_by):
+        cuts = cut_at(before.facts["partition"], len(job.task.model.layers), job.plan.schedule.stages)
+        return replace(job, cuts=cuts, imbalance=before.facts["imbalance"], balanced="seconds")
     seconds = np.zeros(len(job.task.model.layers))
 
     def measure() -> None:
         inputs, targets = read(0, 0)
         with torch.random.fork_rng(devices=[]):
-            dtype = PRECISIONS[job.config.precision]
+            dtype = PRECISIONS[config.precision]
             seconds[:] = layer_seconds(job.task.model, inputs, targets, dtype, staging=staging)
 
     agree(comm, lambda: measure() if comm.rank == 0 else None)

@@ -15,10 +15,12 @@ FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 # From the ground up; a part may import from lower floors, and from its own part, but not from its neighbours.
 FLOORS = [
     {"errors", "host"},
+    {"lock"},
     {"schedule"},
     {"timeline", "draw"},
-    {"predict", "models", "data", "config"},
+    {"predict", "models", "data", "config", "checkpoint"},
     {"runlog", "runtime", "tasks"},
+    {"saving"},
     {"train", "report"},
     {"commands", "trainer"},
     {"cli"},
@@ -29,8 +31,8 @@ NEIGHBOURS_ALLOWED = {("draw", "timeline")}
 
 HOMES = {
     "h5py": {"data", "runlog"},
-    "mpi4py": {"runtime", "commands"},
-    "torch": {"models", "runtime", "train", "trainer", "commands"},
+    "mpi4py": {"runtime", "saving", "commands"},
+    "torch": {"models", "runtime", "checkpoint", "train", "trainer", "commands"},
     "pydantic": {"config"},
 }
 

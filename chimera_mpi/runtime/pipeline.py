@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ..errors import InputError
 from ..models import Model, make_layer
 from ..predict.partition import cut_uniformly
-from ..schedule import Schedule, forward_only
+from ..schedule import Place, Schedule, forward_only
 from ..timeline import Span
 from .gradients import BUCKET_BYTES, SHARED_FROM_BYTES, Gradients, ties_across
 from .grid import Grid, holders
@@ -20,6 +20,7 @@ from .norm import GlobalNorm, LossScale
 from .optimizer import Recipe
 from .stage import Boundaries, Recompute, Stage, Trace, digest, trace
 from .staging import Direct, Staging
+from .state import Copies, LayerState, take_up
 from .waiting import Patience
 from .weights import weights_of
 from .worker import Evaluator, Feed, Sums, Worker
@@ -154,6 +155,34 @@ class Pipeline:
                 elif rank == 0:
                     found.append(self._take(index, holder))
         return found if rank == 0 else None
+
+    def layer_states(self) -> Iterator[tuple[int, LayerState]]:
+        """The states of the layers that this rank answers for, between two steps, on the CPU; they may share memory
+        with what is trained. One rank answers for each layer. Collective."""
+        for stage, place in self._first_places():
+            comm = self.grid.replicas(holders(self.schedule, [stage]))
+            layers = {index: self.stages[place].layer(index) for index in self.cuts[stage]}
+            copies = Copies(comm, self.patience, self._limit_bytes)
+            yield from copies.states(layers, self.worker.weights[place])
+
+    def take_up(self, read: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
+        """Go on from the states of all layers; `read(index)` has one's. Raises InputError."""
+        for stage, _ in self._first_places():
+            for index in self.cuts[stage]:
+                state = read(index)
+                for place, module in self.stages.items():
+                    if place[1] == stage:
+                        take_up(index, module.layer(index), self.worker.weights[place], state)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Of fp16."""
+        return self.worker.norm.loss_scale if self.worker.norm else None
+
+    def _first_places(self) -> list[tuple[int, Place]]:
+        """The stages of this rank, with a place that has each; in one order on all ranks."""
+        first = {place[1]: place for place in reversed(self.stages)}
+        return sorted(first.items())
 
     def _give(self, layer: torch.nn.Module) -> None:
         for tensor in layer.state_dict().values():

@@ -16,7 +16,7 @@ from chimera_mpi.config import Config, steps_of_stream
 from chimera_mpi.data import prepare
 from chimera_mpi.models import make_layer
 from chimera_mpi.runlog import read_run
-from chimera_mpi.train import plan_job
+from chimera_mpi.tasks import task_of
 
 ROOT = Path(__file__).parent.parent
 SMALL = """
@@ -35,7 +35,9 @@ steps = 6
 data = "corpus.h5"
 checkpoint = "checkpoints"
 checkpoint_every = 2
+checkpoint_keep = 3
 log = "run.h5"
+threads = 1
 """
 
 
@@ -61,10 +63,6 @@ def train(tmp_path, corpus, monkeypatch, capsys):
 
     yield run
     torch.set_num_threads(threads)
-
-
-def steps_in(log):
-    return [path.name for path in found_in(Path(log))]
 
 
 def test_a_run_in_two_sessions_is_that_in_one(train):
@@ -117,7 +115,7 @@ def test_the_log_is_found_by_itself_and_a_finished_run_is_done(train):
     code, told = train("log=auto", "resume=auto", "steps=4")
     assert code == 0 and told == "checkpoints/step-00000004 has all 4 steps: raise steps= to go on\n"
     code, told = train("log=auto", "resume=auto", "steps=3")
-    assert code == 2 and "checkpoints/step-00000004 is beyond steps=3: set steps=4 or more" in told
+    assert code == 2 and "has 4 steps, more than steps=3: set steps=4 or more" in told
 
 
 def test_resuming_before_the_first_checkpoint_begins_anew_in_the_same_log(train):
@@ -180,7 +178,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(train):
 def test_the_weights_of_a_checkpoint_are_a_models(train):
     assert train("steps=2", "log=none")[0] == 0
     last = open_checkpoint(Path("checkpoints/step-00000002"))
-    model = plan_job(Config(**{**last.facts["config"], "log": None}), 1).task.model
+    model = task_of(Config(**last.facts["config"])).model
     for index in range(len(model.layers)):
         make_layer(model, index, seed=9, dtype=torch.float64).load_state_dict(last.weights(index))
 
@@ -200,7 +198,7 @@ def test_a_kill_during_a_save_costs_nothing_but_time(train, tmp_path):
     alone, run = read_run("alone.h5"), read_run("run.h5")
     assert list(run.steps["step"]) == list(range(6)) and len(run.sessions) == 2
     np.testing.assert_allclose(run.steps["loss"], alone.steps["loss"], rtol=1e-9)
-    assert sorted(path.name for path in Path("checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert sorted(path.name for path in Path("checkpoints").iterdir()) == [f"step-0000000{n}" for n in (2, 4, 6)]
 
 
 @pytest.mark.parametrize(

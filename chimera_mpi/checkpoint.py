@@ -215,7 +215,7 @@ class Draft:
 
     def write(self, index: int, tensors: Tensors) -> LayerFile:
         """Put a layer on disk."""
-        self.part.mkdir(exist_ok=True)
+        self.part.mkdir(parents=True, exist_ok=True)
         name = f"layer-{index:05d}.safetensors"
         checksum, nbytes = _Checksum(), 0
         with open(self.part / name, "wb", buffering=0) as file:

@@ -283,7 +283,7 @@ class Run:
             return
         if self.log is not None:  # a checkpoint is never ahead of the log
             self.log.flush(sync=True)
-        self.saver.save(next_step, self._facts(next_step), wait)
+        self.saver.save(next_step, self._facts(next_step) if self.grid.world.rank == 0 else {}, wait)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         agree(self.grid.world, lambda: self.pipeline.take_up(checkpoint.layer))

@@ -49,7 +49,7 @@ class Saver:
         if step != self.saved:
             self.saved, self._draft, self._began_s = step, Draft(self.folder, step), time.monotonic()
             self._work = self._begin(self._draft)
-            self._next = lambda files, draft=self._draft: draft.commit(files, facts, self.keep)  # type: ignore[misc]
+            self._next = lambda files, draft=self._draft: draft.commit(files, facts, self.keep)
         if wait:
             self.finish()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from chimera_mpi import checkpoint, runlog
 from chimera_mpi.checkpoint import found_in, open_checkpoint
 from chimera_mpi.cli import main
 from chimera_mpi.config import Config, steps_of_stream
@@ -17,6 +20,7 @@ from chimera_mpi.data import prepare
 from chimera_mpi.models import make_layer
 from chimera_mpi.runlog import read_run
 from chimera_mpi.tasks import task_of
+from chimera_mpi.train import Run
 
 ROOT = Path(__file__).parent.parent
 SMALL = """
@@ -172,6 +176,38 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(train):
     )
     assert (Path("checkpoints") / "step-00000006.superseded").is_dir()
     assert found_in(Path("checkpoints"))[0] == last
+    assert list(read_run("run.h5").steps["step"]) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("module", "write", "message"),
+    [
+        (runlog, "_put", "run.h5 cannot be written (No space left on device); its steps up to 1 are safe"),
+        (checkpoint, "_write", "step-00000004 cannot be written by rank 0 (No space left on device)"),
+    ],
+    ids=["log", "checkpoint"],
+)
+def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(train, monkeypatch, module, write, message):
+    """With exit code 1 and one line."""
+    assert train("steps=2")[0] == 0
+    folder = Path.cwd()
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def run(self):
+        monkeypatch.setattr(module, write, full)
+        run_whole(self)
+
+    run_whole = Run.run
+    monkeypatch.setattr(Run, "run", run)
+    code, told = train("resume=auto")
+    (line,) = (line for line in told.splitlines() if line.startswith("chimera-mpi: "))
+    assert code == 1 and message in line
+    monkeypatch.undo()
+    os.chdir(folder)
+    assert [path.name for path in Path("checkpoints").iterdir()] == ["step-00000002"]
+    assert train("resume=auto")[0] == 0
     assert list(read_run("run.h5").steps["step"]) == list(range(6))
 
 

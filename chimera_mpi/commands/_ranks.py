@@ -43,7 +43,7 @@ def ending_together(world: Any) -> Iterator[None]:
     except InputError:
         raise
     except RunFailed as error:
-        if not error.on_all:
+        if not error.on_all and world.size > 1:
             _end(world, 1, f"chimera-mpi: {error}")
         raise
     except KeyboardInterrupt:

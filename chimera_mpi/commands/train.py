@@ -169,15 +169,15 @@ def _open_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any], choice: 
         "validation_sha256": corpus.sha256,
         **facts,
     }
-    options = {"attributes": attributes, "workers": ranks, "locking": locks_wanted(os.environ)}
+    locking = locks_wanted(os.environ)
     path = None if config.log == "auto" else Path(config.log)
-    if path is None and config.resume == "auto" and resumed and resumed.facts["log"]:
-        path = Path(resumed.facts["log"])
-    if path and config.resume and path.exists():
-        _check_log(path, job, resumed.step if resumed else 0)
-        return RunLog.append(path, **options)
-    create = partial(RunLog.create, **options)
-    return create(path) if path and config.log != "auto" else _created_anywhere(create, config.scheme)
+    before = resumed.facts["log"] if resumed and config.log == config.resume == "auto" else None
+    there = Path(before) if before else path
+    if there and config.resume and there.exists():
+        _check_log(there, job, resumed.step if resumed else 0)
+        return RunLog.append(there, attributes, ranks, locking=locking)
+    create = partial(RunLog.create, attributes=attributes, workers=ranks, locking=locking)
+    return create(path) if path else _created_anywhere(create, config.scheme)
 
 
 def _check_log(path: Path, job: Job, done: int) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import InputError
-from .schedule import STREAMS, Schedule, accumulated, build, check, nearest
+from .schedule import STREAMS, OpCosts, Schedule, accumulated, build, check, nearest, ordered_for, without_updates
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -47,6 +47,9 @@ class Config(BaseModel):
     depth: Count = 1
     micro_batches: Count = Field(4, description="of a step of one pipeline group")
     accumulate: Count = Field(1, description="times that a step does its micro-batches before it updates")
+    order: Literal["drawn", "costs"] = Field(
+        "drawn", description="of a worker's ops: as the scheme is drawn, or the best found for what its stages cost"
+    )
     sync: Literal["lazy", "eager", "eager_opt"] = "eager_opt"
     pairs: Count | None = Field(None, description="pairs of pipelines of chimera")
     concat: Literal["direct", "doubling", "halving"] | None = Field(None, description="how chimera joins its units")
@@ -118,6 +121,11 @@ class Config(BaseModel):
     )
     keep_freed_memory: Switch = Field(True, description="let the C library keep it for the next tensors of that size")
     spin_s: float | None = Field(None, ge=0, description="how long a wait polls without a pause; else chosen")
+    progress: Literal["auto", "poll", "thread"] = Field(
+        "auto",
+        description="what moves messages while a rank computes: calls between its ops, or a thread; auto: "
+        "a thread where there are several nodes",
+    )
     receives_ahead: Count = 4
     message_limit_bytes: Count = Field(10**9, description="longer messages travel in pieces")
     synchronous_sends: Switch = Field(False, description="for tests: no send completes before its receive")
@@ -155,11 +163,12 @@ def check_together(config: Config) -> None:
         raise InputError("resume=auto looks in the folder for checkpoints: give checkpoint=FOLDER")
 
 
-def schedule_of(config: Config, done: int = 0) -> Steps:
+def schedule_of(config: Config, costs: OpCosts | None = None, done: int = 0) -> Steps:
     """What `config` asks for, for the steps after the first `done`. A stream flushes as often as it is evaluated, or a
     little more often.
 
-    Backward halving does twice the micro-batches, of half the size. Raises InputError.
+    Backward halving does twice the micro-batches, of half the size. With `costs` the ops of a flush are put in the
+    best order found for them. Raises InputError.
     """
     check_together(config)
     micro_batches, options = config.micro_batches, config.scheme_options
@@ -182,6 +191,8 @@ def schedule_of(config: Config, done: int = 0) -> Steps:
     schedule = build(config.scheme, config.depth, micro_batches * steps, sync=config.sync, **options)
     if config.accumulate > 1:
         schedule = accumulated(schedule, config.accumulate, config.sync)
+    if costs is not None and config.scheme not in STREAMS:
+        schedule = ordered_for(costs, without_updates(schedule), config.sync)
     return Steps(check(schedule), steps)
 
 

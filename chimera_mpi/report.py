@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from statistics import median
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from . import config
 from .draw.look import duration, percent
 from .errors import InputError
 from .predict import Costs, measured_costs, merged, simulate
+from .predict.partition import by_thirds
 from .runlog import Run
 from .schedule import Schedule, build
 from .timeline import Timeline
@@ -47,7 +49,12 @@ def config_of(run: Run) -> config.Config:
 
 
 def plan_of(run: Run) -> config.Steps:
-    return config.schedule_of(config_of(run))
+    """The schedule that was carried out."""
+    asked = config_of(run)
+    if asked.order == "drawn":
+        return config.schedule_of(asked)
+    costs = json.loads(run.attributes["stage_costs"])
+    return config.schedule_of(asked, by_thirds(costs, asked.recompute != "none"))
 
 
 def costs_of(run: Run, schedule: Schedule) -> Costs:

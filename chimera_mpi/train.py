@@ -21,7 +21,7 @@ from .config import Config, Steps, schedule_of
 from .data import Corpus, even_sizes
 from .errors import InputError, refusing
 from .models import Model, make_layer
-from .predict.partition import Cuts, cut_at, cut_by, cut_uniformly, imbalance
+from .predict.partition import Cuts, by_thirds, cut_at, cut_by, cut_uniformly, imbalance, stage_costs
 from .runlog import RunLog, StepRow
 from .runtime.agreement import agree
 from .runtime.clock import aligned_clock
@@ -36,7 +36,7 @@ from .runtime.staging import Direct, Staging
 from .runtime.waiting import Patience
 from .runtime.worker import Feed, MicroBatch, Sums, Targets
 from .saving import Saver
-from .schedule import Schedule
+from .schedule import STREAMS, Schedule
 from .tasks import Task, task_of
 from .timeline import Span, breakdown
 
@@ -56,18 +56,27 @@ class Job:
     task: Task
     sizes: tuple[int, ...]
     cuts: Cuts
+    costs: tuple[float, ...]  # of each stage, in FLOPs or in seconds, as `balanced` says
     imbalance: float  # the busiest worker over the mean, of `balanced`
     balanced: str = "FLOPs"
 
     def cut_by(self, seconds: Sequence[float]) -> Job:
         """Cut so that the workers share out the layers' `seconds` evenly."""
         cuts = cut_by(seconds, self.plan.schedule)
-        return replace(self, cuts=cuts, imbalance=imbalance(seconds, cuts, self.plan.schedule), balanced="seconds")
+        costs = stage_costs(seconds, cuts)
+        return replace(
+            self,
+            plan=ordered(self.config, self.plan, costs),
+            cuts=cuts,
+            costs=tuple(costs),
+            imbalance=imbalance(seconds, cuts, self.plan.schedule),
+            balanced="seconds",
+        )
 
 
 def plan_job(config: Config, ranks: int, done: int = 0) -> Job:
     """For the steps after the first `done`. Raises InputError if `ranks` ranks cannot do what `config` asks."""
-    plan = schedule_of(config, done)
+    plan = schedule_of(config, done=done)
     width = width_of(ranks, config.depth)
     task = task_of(config)
     sizes = _sizes(config, width, plan.micro_batches)
@@ -81,9 +90,18 @@ def job_of(
     """`entering` are the tensors that enter layer 0 with the largest micro-batch. Raises InputError."""
     flops = trace(task.model, entering, PRECISIONS[config.precision]).flops
     cuts = _cuts(config, task.model, plan.schedule, flops)
+    costs = stage_costs(flops, cuts)
+    plan = ordered(config, plan, costs)
     is_fp16, is_sharded = config.precision == "fp16", config.optimizer_sharding == "replicas"
     check_compatible(plan.schedule, task.model, cuts, Recipe(config.optimizer), is_sharded, is_fp16)
-    return Job(config, width, plan, task, sizes, cuts, imbalance(flops, cuts, plan.schedule))
+    return Job(config, width, plan, task, sizes, cuts, tuple(costs), imbalance(flops, cuts, plan.schedule))
+
+
+def ordered(config: Config, plan: Steps, costs: Sequence[float]) -> Steps:
+    """The plan in the order that is asked for, of stages that cost so much."""
+    if config.order == "drawn" or config.scheme in STREAMS:
+        return plan
+    return schedule_of(config, by_thirds(costs, config.recompute != "none"))
 
 
 def _cuts(config: Config, model: Model, schedule: Schedule, flops: Sequence[float]) -> Cuts:
@@ -196,7 +214,13 @@ class Part:
             sharded=config.optimizer_sharding == "replicas",
             cuts=tuple(self.job.cuts),
             staging=self.staging,
+            progress_thread=self._wants_thread(),
         )
+
+    def _wants_thread(self) -> bool:
+        """Between ranks that share memory whoever waits for a message moves it; over a network both ends must."""
+        asked = self.job.config.progress
+        return asked == "thread" or (asked == "auto" and self.grid.node.ranks < self.grid.world.size)
 
     def _loss_scale(self) -> float:
         """Large for the mean over the tokens [samples, tokens, ...] of a micro-batch, of which the loss is the sum."""
@@ -301,6 +325,7 @@ class Run:
             "config": self.job.config.model_dump(mode="json"),
             "ranks": self.grid.world.size,
             "partition": [cut.start for cut in self.job.cuts[1:]],
+            "costs": self.job.costs,
             "imbalance": self.job.imbalance,
             "next_sample": next_step * sum(self.job.sizes),
             "loss_scale": (scale.value, scale.steps) if scale else None,
@@ -459,7 +484,9 @@ def measured(
     cut_by = ("partition", "scheme", "depth", "chunks", "waves", "pairs")
     if before and all(before.facts["config"][key] == getattr(config, key) for key in cut_by):
         cuts = cut_at(before.facts["partition"], len(job.task.model.layers), job.plan.schedule.stages)
-        return replace(job, cuts=cuts, imbalance=before.facts["imbalance"], balanced="seconds")
+        costs = tuple(before.facts["costs"])
+        plan = ordered(config, job.plan, costs)
+        return replace(job, plan=plan, cuts=cuts, costs=costs, imbalance=before.facts["imbalance"], balanced="seconds")
     seconds = np.zeros(len(job.task.model.layers))
 
     def measure() -> None:

@@ -12,9 +12,11 @@ import pytest
 from chimera_mpi import report
 from chimera_mpi.cli import main
 from chimera_mpi.commands._ranks import refuse_singletons
-from chimera_mpi.config import Config, load, presets
+from chimera_mpi.config import Config, load, presets, schedule_of
 from chimera_mpi.data import prepare
 from chimera_mpi.errors import InputError
+from chimera_mpi.predict import simulate
+from chimera_mpi.predict.partition import by_thirds
 from chimera_mpi.runlog import read_run
 from chimera_mpi.schedule import needs
 from chimera_mpi.train import plan_job
@@ -56,11 +58,12 @@ def serial(folder):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "depth", "ranks", "micro_batches"), [("chimera", 4, 4, 4), ("chimera", 2, 4, 2), ("1f1b", 2, 2, 4)]
+    ("scheme", "depth", "ranks", "micro_batches", "order"),
+    [("chimera", 4, 4, 4, "drawn"), ("chimera", 2, 4, 2, "drawn"), ("zb_v", 2, 2, 4, "costs")],
 )
-def test_the_log_is_that_of_one_process(folder, serial, scheme, depth, ranks, micro_batches):
+def test_the_log_is_that_of_one_process(folder, serial, scheme, depth, ranks, micro_batches, order):
     name = f"{scheme}-{depth}-{ranks}.h5"
-    options = (f"scheme={scheme}", f"depth={depth}", f"micro_batches={micro_batches}")
+    options = (f"scheme={scheme}", f"depth={depth}", f"micro_batches={micro_batches}", f"order={order}")
     done = train(ranks, folder, name, *options)
     assert done.returncode == 0, done.stderr
     run = read_run(folder / name)
@@ -93,8 +96,9 @@ def test_sixteen_ranks_on_few_cores(folder):
     np.testing.assert_allclose(sixteen.steps["grad_norm"], alone.steps["grad_norm"], rtol=1e-9)
 
 
-def test_the_spans_are_those_of_the_schedule(folder, serial):
-    run = read_run(folder / "chimera-4-4.h5")
+@pytest.mark.parametrize("log", ["chimera-4-4.h5", "zb_v-2-2.h5"])
+def test_the_spans_are_those_of_the_schedule(folder, serial, log):
+    run = read_run(folder / log)
     schedule = report.plan_of(run).schedule
     assert run.sampled_steps == (1, 3, 5)
     for step in run.sampled_steps:
@@ -322,6 +326,18 @@ def test_a_measured_partition_shares_out_seconds():
     assert measured.imbalance == 1 and measured.balanced == "seconds"
     job = plan_job(load("gpt-tiny", ["scheme=1f1b", "depth=2", "partition=measured"]), 2)
     assert [len(cut) for cut in job.cut_by(seconds).cuts] == [6, 4]
+
+
+def test_the_order_for_what_stages_cost_is_the_plan_of_the_job():
+    costly_head = ["scheme=zb_v", "depth=2", "micro_batches=4", "vocabulary=8192"]
+    drawn = plan_job(load("gpt-tiny", costly_head), 2)
+    best = plan_job(load("gpt-tiny", [*costly_head, "order=costs"]), 2)
+    costs = by_thirds(best.costs)
+    assert simulate(best.plan.schedule, costs).makespan_s < simulate(drawn.plan.schedule, costs).makespan_s
+    seconds = [1.0] * len(best.task.model.layers)
+    assert (
+        best.cut_by(seconds).plan.schedule == schedule_of(best.config, by_thirds(best.cut_by(seconds).costs)).schedule
+    )
 
 
 def test_accumulation_multiplies_the_mini_batch():

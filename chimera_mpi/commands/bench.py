@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     emulate.add_argument(
         "--gradient-bytes", type=count, default=4, metavar="BYTES", help="of 1/depth of the model; default: 4"
     )
+    emulate.add_argument("--thread", action="store_true", help="let a thread drive MPI beside the compute")
     add_order(emulate)
     emulate.add_argument("--repeat", type=count, default=5, metavar="K", help="measured steps of each; default: 5")
     emulate.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
@@ -149,6 +150,8 @@ def _measure(
         step_timer.time(rehearsal.step)
     turns = [[step_timer.time(rehearsal.step) for rehearsal in rehearsals] for _ in range(args.repeat)]
     links = {size: transfers_s(grid, size) for size in emulations}
+    for rehearsal in rehearsals:
+        rehearsal.pipeline.close()
     grid.close()
     return list(zip(*turns, strict=True)), links
 
@@ -166,7 +169,7 @@ def _emulations(args: argparse.Namespace) -> dict[int, Emulation]:
         raise InputError("the whole step takes 0 s, so there is nothing to compare: give --forward-ms a time")
     forward_s, input_s, weight_s = (ms / 1e3 for ms in (forward_ms, input_ms, backward_ms - input_ms))
     return {
-        size: Emulation(forward_s, input_s, weight_s, size, args.gradient_bytes, args.recompute)
+        size: Emulation(forward_s, input_s, weight_s, size, args.gradient_bytes, args.recompute, args.thread)
         for size in args.message_bytes
     }
 

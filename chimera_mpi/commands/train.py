@@ -103,6 +103,7 @@ def _train(world: Any, args: argparse.Namespace) -> int:
         run = Run(world, job, corpus, validation, log, tell, staging, resumed)
         if world.rank == 0:
             told = f"{run.part.patience}, {run.pipeline.worker.gradients.where}"
+            told += ", a thread moves messages" if run.pipeline.progress else ""
             print(
                 "\n".join([*_resuming(choice, config), _opening(job, world.size, threads, devices, told)]), flush=True
             )
@@ -165,6 +166,7 @@ def _open_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any], choice: 
         "mini_batch_size": sum(job.sizes),
         "parameters": parameter_count(job.task.model),
         "partition": json.dumps([cut.start for cut in job.cuts[1:]]),
+        "stage_costs": json.dumps(job.costs),
         "unigram_entropy_nats": corpus.unigram_entropy_nats,
         "validation_sha256": corpus.sha256,
         **facts,

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 from ..errors import InputError
 from ..schedule import Schedule
+from .costs import Costs
 
 Cuts = list[range]  # of each stage, its layers
 
@@ -46,6 +47,24 @@ def cut_by(costs: Sequence[float], schedule: Schedule) -> Cuts:
                 points, best, improved = moved, load, True
                 break
     return _ranges(points, len(costs))
+
+
+def stage_costs(costs: Sequence[float], cuts: Cuts) -> list[float]:
+    """What the layers of each stage cost together."""
+    return _stage_costs(costs, [cut.start for cut in cuts[1:]])
+
+
+def by_thirds(costs: Sequence[float], recompute: bool = False) -> Costs:
+    """Of stages whose forward takes `costs`, in any unit: as long as each half of their backward, but for the first
+    stage. Nothing asks for its input's gradient, so all of its backward is its weights'."""
+    first, *others = costs
+    return Costs(
+        forward_s=costs,
+        backward_s=[2 * cost for cost in costs],
+        input_s=[0, *others],
+        weight_s=[2 * first, *others],
+        recompute=recompute,
+    )
 
 
 def imbalance(costs: Sequence[float], cuts: Cuts, schedule: Schedule) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from .grid import Grid, holders
 from .mailbox import Delivery, Mailbox, Spec, pieces
 from .norm import GlobalNorm, LossScale
 from .optimizer import Recipe
+from .progress import ProgressThread
 from .stage import Boundaries, Recompute, Stage, Trace, digest, trace
 from .staging import Direct, Staging
 from .state import Copies, LayerState, take_up
@@ -43,6 +45,7 @@ class Settings:
     sharded: bool = False  # each replica of a stage has a share of the optimizer's state
     cuts: tuple[range, ...] | None = None  # the layers of each stage; uniform by default
     staging: Staging = Direct()  # the device that the stages are on, and how it gets to MPI
+    progress_thread: bool = False  # whether a thread drives MPI while this rank computes
 
 
 class Pipeline:
@@ -87,6 +90,7 @@ class Pipeline:
             steps=steps,
             clock=clock,
         )
+        self.progress = ProgressThread(grid.world) if settings.progress_thread else None
         forwards = forward_only(schedule)
         self.evaluator = Evaluator(forwards, self.stages, model.loss, self._mailbox(forwards, settings))
 
@@ -98,11 +102,13 @@ class Pipeline:
 
     def run(self, feed: Feed, first_step: int, learning_rate: Callable[[int], float]) -> tuple[list[Span], list[Sums]]:
         """Train for the steps of the schedule. Returns this worker's spans, and its part of each step's sums."""
-        return self.worker.run(feed, first_step, learning_rate)
+        with self.progress or nullcontext():
+            return self.worker.run(feed, first_step, learning_rate)
 
     def evaluate(self, feed: Feed, step: int) -> Sums:
         """Only the loss of the schedule's micro-batches: this worker's part of it."""
-        return self.evaluator.run(feed, step)
+        with self.progress or nullcontext():
+            return self.evaluator.run(feed, step)
 
     def check_replicas(self) -> None:
         """Compare the copies of each stage to the bit. Collective. Raises RuntimeError where they differ."""
@@ -117,6 +123,8 @@ class Pipeline:
 
     def close(self) -> None:
         """Give back the memory that replicas share. Collective."""
+        if self.progress:
+            self.progress.close()
         self.worker.gradients.close()
 
     def _gradients(self, settings: Settings) -> Gradients:

@@ -39,6 +39,7 @@ class Emulation:
     message_bytes: int
     gradient_bytes: int = NUMBER_BYTES
     recompute: bool = False
+    progress_thread: bool = False
 
     def durations(self, schedule: Schedule) -> Durations:
         """Those of a stage."""
@@ -89,7 +90,9 @@ class Rehearsal:
             emulation.gradient_bytes * grid.depth // schedule.stages,
         )
         settings = Settings(
-            recipe=Recipe("sgd", weight_decay=0.0), recompute=Recompute("stage" if emulation.recompute else "none")
+            recipe=Recipe("sgd", weight_decay=0.0),
+            recompute=Recompute("stage" if emulation.recompute else "none"),
+            progress_thread=emulation.progress_thread,
         )
         inputs = [[Spec((1, 1), torch.float32)]] * schedule.micro_batches
         self.pipeline = Pipeline(grid, schedule, model, inputs, settings)

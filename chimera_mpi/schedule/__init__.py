@@ -25,6 +25,7 @@ from .schemes import ALIASES, SCHEMES, STREAMS, build, nearest, options_of, used
 from .search import Found, Progress, improve, lower_bound
 from .sync import SYNCS, accumulated, completing
 from .text import dumps, loads, read
+from .timing import OpCosts
 
 __all__ = [
     "ALIASES",
@@ -39,6 +40,7 @@ __all__ = [
     "Kind",
     "Message",
     "Op",
+    "OpCosts",
     "Place",
     "Plan",
     "Progress",

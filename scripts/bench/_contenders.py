@@ -55,6 +55,7 @@ class Turn:
     steps: int
     warm_up: int = 1
     cuts: str = "stages"  # what the partition makes even: stages, or the workers' sums of them
+    order: str = "drawn"  # of our ops: as the scheme is drawn, or the best found for the stages' costs
     options: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -21,7 +21,7 @@ from torch import nn
 
 from chimera_mpi.host import keep_freed_memory
 from chimera_mpi.models import GPT, Model, gpt, make_layer
-from chimera_mpi.predict.partition import Cuts, cut_by
+from chimera_mpi.predict.partition import Cuts, by_thirds, cut_by, stage_costs
 from chimera_mpi.runtime.mailbox import Spec
 from chimera_mpi.runtime.optimizer import Recipe
 from chimera_mpi.runtime.stage import trace
@@ -45,12 +45,15 @@ def mini_batch(shape: Shape, micro_batches: int) -> tuple[torch.Tensor, torch.Te
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+def flops_of(shape: Shape) -> tuple[int, ...]:
+    """Of each layer's forward."""
+    return trace(model_of(shape), (Spec((shape.samples, shape.sequence), torch.int64),)).flops
+
+
 def cuts_of(turn: Turn, schedule: Schedule) -> Cuts:
     """The stages' layers, by FLOPs: even stages, or even sums of each worker's."""
-    entering = (Spec((turn.shape.samples, turn.shape.sequence), torch.int64),)
-    flops = trace(model_of(turn.shape), entering).flops
     even = schedule if turn.cuts == "workers" else build("1f1b", schedule.stages, schedule.stages)
-    return cut_by(flops, even)
+    return cut_by(flops_of(turn.shape), even)
 
 
 def modules(shape: Shape, layers: range) -> nn.Sequential:
@@ -87,10 +90,15 @@ def ours(turn: Turn) -> Iterator[Step]:
     unknown = set(options) - {f.name for f in fields(Settings)}
     if unknown:
         raise ValueError(f"Settings has no {', '.join(sorted(unknown))}")
-    schedule = build(scheme, depth, turn.micro_batches * depth // MPI.COMM_WORLD.size, **scheme_options)
+    micro_batches = turn.micro_batches * depth // MPI.COMM_WORLD.size
+    schedule = build(scheme, depth, micro_batches, **scheme_options)
+    cuts = cuts_of(turn, schedule)
+    if turn.order == "costs":
+        costs = by_thirds(stage_costs(flops_of(turn.shape), cuts))
+        schedule = build(scheme, depth, micro_batches, costs=costs, **scheme_options)
     grid = (lonely(Grid) if alone else Grid)(MPI.COMM_WORLD, depth)
     specs = [[Spec((turn.shape.samples, turn.shape.sequence), torch.int64)]] * schedule.micro_batches
-    settings = Settings(SEED, cuts=tuple(cuts_of(turn, schedule)), **options)
+    settings = Settings(SEED, cuts=tuple(cuts), **options)
     pipeline = Pipeline(grid, schedule, model_of(turn.shape), specs, settings)
     inputs, targets = (t.split(turn.shape.samples) for t in mini_batch(turn.shape, turn.micro_batches))
     first = grid.replica * schedule.micro_batches

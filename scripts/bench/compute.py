@@ -82,6 +82,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ceiling-every", type=int, default=3, help="contenders between two turns of the ceiling")
     parser.add_argument("--cuts", choices=["stages", "workers"], default="stages", help="what the partition makes even")
     parser.add_argument(
+        "--order", choices=["drawn", "costs"], default="drawn", help="of our ops: drawn, or the best for the FLOPs"
+    )
+    parser.add_argument(
         "--mallopt",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -129,7 +132,7 @@ def rate_of(groups: dict[str, Group], row: Row, shape: Shape, args: argparse.Nam
     """Samples/s of one turn; None where the contender refuses."""
     family, name = row.contender.split("/")
     options = {"threads": 2} if row.contender == TWO_THREADS else {}
-    turn = Turn(name, row.micro_batches, shape, args.steps, cuts=args.cuts, options=options)
+    turn = Turn(name, row.micro_batches, shape, args.steps, cuts=args.cuts, order=args.order, options=options)
     try:
         told = groups[family].take(turn, ranks=1 if options else 2)
     except Refused as why:

@@ -93,6 +93,7 @@ def arguments() -> argparse.Namespace:
 def kinds_of(bucket_bytes: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Kinds of sync by name, as options of a turn."""
     kinds: dict[str, dict[str, Any]] = {sync: {"sync": sync} for sync in ("lazy", "eager", "eager_opt")}
+    kinds["eager, thread"] = {"sync": "eager", "progress_thread": True}
     kinds["sharded"] = {"sync": "eager_opt", "sharded": True}
     for limit in bucket_bytes:
         kinds[f"eager, {limit} B"] = {"sync": "eager", "bucket_bytes": limit}

@@ -7,9 +7,11 @@ from itertools import combinations
 
 import pytest
 
+from chimera_mpi.config import checked, schedule_of
 from chimera_mpi.errors import InputError
-from chimera_mpi.predict.partition import cut_at, cut_by, cut_uniformly, imbalance
-from chimera_mpi.schedule import build
+from chimera_mpi.predict import peak_activations, simulate
+from chimera_mpi.predict.partition import by_thirds, cut_at, cut_by, cut_uniformly, imbalance, stage_costs
+from chimera_mpi.schedule import SCHEMES, STREAMS, build
 
 
 @pytest.mark.parametrize("layers", range(1, 14))
@@ -60,3 +62,21 @@ def test_among_equal_workers_the_stages_are_even():
     """Each of Chimera's two workers holds the whole model, however it is cut."""
     costs = [1, 1, 1, 1, 1, 1, 1, 1, 1, 3]
     assert [len(cut) for cut in cut_by(costs, build("chimera", 2, 2))] == [6, 4]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("keys", [{}, {"accumulate": 2}, {"recompute": "stage"}], ids=str)
+def test_an_order_for_costs_is_no_slower_and_no_larger(scheme, keys):
+    """Of stages of which the last is the heaviest, as the head of a transformer makes it."""
+    config = checked({"scheme": scheme, "depth": 4, "micro_batches": 8} | ({} if scheme in STREAMS else keys))
+    drawn = schedule_of(config).schedule
+    costs = by_thirds([4] * (drawn.stages - 1) + [9], config.recompute != "none")
+    found = schedule_of(config, costs).schedule
+    assert simulate(found, costs).makespan_s <= simulate(drawn, costs).makespan_s
+    assert max(peak_activations(found)) <= max(peak_activations(drawn))
+    assert {op for order in found.orders for op in order} == {op for order in drawn.orders for op in order}
+
+
+def test_the_first_stage_has_no_input_gradient():
+    costs = by_thirds(stage_costs([1, 2, 3, 4], [range(2), range(2, 4)]))
+    assert costs.input_s == (0, 7) and costs.weight_s == (6, 7) and costs.backward_s == (6, 14)

@@ -206,7 +206,8 @@ def _resuming(choice: Choice, config: Config) -> list[str]:
     if choice.checkpoint is None:
         return []
     there, here = choice.checkpoint.facts["config"], config.model_dump(mode="json")
-    changed = [f"{key} {there[key]} -> {here[key]}" for key in here if key in there and there[key] != here[key]]
+    keys = (key for key in here if key in there and key not in ("log", "resume") and not key.startswith("checkpoint"))
+    changed = [f"{key} {there[key]} -> {here[key]}" for key in keys if there[key] != here[key]]
     told = f"; changed: {', '.join(changed)}" if changed else ""
     return [*choice.passed_over, f"resumed from {choice.checkpoint.path}, {choice.checkpoint.step} steps done{told}"]
 

@@ -4,7 +4,7 @@
         manifest.json                    what was trained how; the size and the checksum of each layer's file
         layer-00000.safetensors          weights/NAME, and optimizer/NAME/KEY of what is trained
     FOLDER/step-00000160.part/           being written, or left by a run that was killed meanwhile
-    FOLDER/step-00000160.superseded/     set aside: the run went on from an earlier one and came by here again
+    FOLDER/step-00000160.superseded/     set aside: the run went on from an earlier one
 
 A checkpoint gets its name once all of it is on disk, so a name is never that of half a one. It knows nothing of ranks:
 a layer's file has the whole layer, whichever ranks wrote it, and any layout reads what it needs. Nothing in it is
@@ -226,8 +226,12 @@ class Draft:
             os.fsync(file.fileno())
         return LayerFile(name, nbytes, checksum.hexdigest())
 
-    def commit(self, files: Mapping[int, LayerFile], facts: Mapping[str, Any], keep: int) -> Path:
-        """All `files`, by layer, are on disk: give it its name. Leaves the last `keep` of the checkpoints up to it."""
+    def commit(self, files: Mapping[int, LayerFile], facts: Mapping[str, Any], keep: int, since: int) -> Path:
+        """All `files`, by layer, are on disk: give it its name. The last `keep` of the checkpoints stay.
+
+        The run's last one before is that of step `since`: those that follow it are damaged, or of another course of the
+        run, and are set aside.
+        """
         body = {"format": FORMAT, "schema": SCHEMA, "step": self.step, "layers": [files[i] for i in range(len(files))]}
         rest = json.dumps({**body, "facts": facts}, indent=1).removeprefix("{\n").encode()
         with open(self.part / MANIFEST, "wb") as file:
@@ -235,8 +239,8 @@ class Draft:
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(self.part)
-        for other in found_in(self.folder):  # of a course that was left, or damaged
-            if int(other.name.removeprefix("step-")) >= self.step:
+        for other in found_in(self.folder):
+            if int(other.name.removeprefix("step-")) > since:
                 _set_aside(other)
         os.rename(self.part, self.path)
         _sync_folder(self.folder)

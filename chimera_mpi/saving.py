@@ -35,7 +35,7 @@ class Saver:
         self.pipeline, self.folder, self.keep, self.least_free = pipeline, folder, keep, least_free
         self.world, self.patience = pipeline.grid.world, pipeline.patience
         self.newest: Path | None = None  # that this run has written
-        self.saved = -1  # the step of the last save that has begun
+        self.saved = -1  # the step of the last save that has begun, or of the checkpoint that is gone on from
         self.seconds = 0.0  # that the longest save has taken, from its beginning to its name
         self._began_s = 0.0
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -47,9 +47,10 @@ class Saver:
         """Write what the run is after `step` steps; before, `wait` for the last one, and for this one if asked."""
         self.finish()
         if step != self.saved:
-            self.saved, self._draft, self._began_s = step, Draft(self.folder, step), time.monotonic()
-            self._work = self._begin(self._draft)
-            self._next = lambda files, draft=self._draft: draft.commit(files, facts, self.keep)
+            since, self.saved, self._began_s = self.saved, step, time.monotonic()
+            draft = self._draft = Draft(self.folder, step)
+            self._work = self._begin(draft)
+            self._next = lambda files: draft.commit(files, facts, self.keep, since)
         if wait:
             self.finish()
 
@@ -113,6 +114,8 @@ class Saver:
         return not left[0]
 
     def _fail(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, OSError):
+            raise error  # nothing that a user could help
         assert self._draft is not None
         draft, self._draft = self._draft, None
         everyone = self.world.allgather(None if error is None else _told(error))

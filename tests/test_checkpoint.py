@@ -39,11 +39,11 @@ def layers(seed=0):
     return [{"weights/a": matrix[1]}, drawn, {**odd, "optimizer/a.b/step": torch.tensor(2.0)}]
 
 
-def write(folder, step, tensors=None, keep=9):
+def write(folder, step, tensors=None, keep=9, since=None):
     folder.mkdir(exist_ok=True)
     draft = Draft(folder, step)
     files = {index: draft.write(index, layer) for index, layer in enumerate(tensors or layers(step))}
-    return draft.commit(files, FACTS, keep)
+    return draft.commit(files, FACTS, keep, step - 1 if since is None else since)
 
 
 def whole(path):
@@ -243,15 +243,15 @@ def test_the_last_ones_stay(folder):
 
 
 def test_what_another_course_of_the_run_left_is_set_aside(folder):
-    early, late, later = (write(folder, step) for step in (5, 10, 15))
+    first, early, late, later = (write(folder, step) for step in (2, 5, 10, 15))
     wanted = (late / "manifest.json").read_bytes()
-    write(folder, 10, layers(seed=99), keep=1)
-    assert found_in(folder) == [late]
+    write(folder, 10, layers(seed=99), since=2)
+    assert found_in(folder) == [late, first]
     assert_same(read_checkpoint(late)[1], layers(99))
-    aside = late.with_name(late.name + ".superseded")
-    assert (aside / "manifest.json").read_bytes() == wanted
-    assert later.with_name(later.name + ".superseded").is_dir() and not early.exists()
-    write(folder, 10)
+    aside = {path: path.with_name(path.name + ".superseded") for path in (early, late, later)}
+    assert (aside[late] / "manifest.json").read_bytes() == wanted
+    assert aside[early].is_dir() and aside[later].is_dir()
+    write(folder, 10, since=2)
     assert (folder / "step-00000010.superseded1").is_dir()
 
 

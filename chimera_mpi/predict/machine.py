@@ -1,0 +1,367 @@
+"""What a machine can do: how fast a worker computes, what messages and all-reduces cost, how much memory there is.
+
+A machine is a TOML file (see `machines`), written by hand or by `chimera-mpi calibrate`.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cached_property
+from importlib.resources import files
+from math import ceil, inf, isfinite, log2
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from ..errors import InputError
+from ..schedule import nearest
+from .costs import Link
+from .work import LayerWork
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def value(unit: str, low: float, high: float, default: Any = MISSING) -> Any:
+    """A number of a machine file: what it is, for the file's comment, and from where to where it makes sense."""
+    return field(default=default, metadata={"unit": unit, "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layer as measured: seconds of all `samples` of a micro-batch, FLOPs and bytes of one sample."""
+
+    kind: str
+    samples: int = value("of the micro-batch", 1, 1e9)
+    forward_s: float = value("seconds", 0, 1e6)
+    backward_s: float = value("seconds", 0, 1e6)
+    input_s: float | None = value("seconds of the input gradient alone", 0, 1e6, None)
+    weight_s: float | None = value("seconds of the weight gradient alone", 0, 1e6, None)
+    forward_flops: float = value("of one sample, multiply-adds count 2", 0, 1e21, 0.0)
+    backward_flops: float = value("of one sample, both halves together, as measured", 0, 1e21, 0.0)
+    output_bytes: float = value("of one sample: the measure of layers without FLOPs", 0, 1e18, 0.0)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How long layers take. `slowdown` is what a training step adds to layers that were measured alone."""
+
+    points: tuple[Point, ...]
+    slowdown: float = value("factor on all points: what a training step adds to layers measured alone", 0.01, 100, 1.0)
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise InputError("compute.points is empty: give at least one [[compute.points]] with kind, samples, times")
+
+    def seconds(self, name: str, kind: str, size: float) -> float:
+        """What the column `name` of the points says for a call of so many FLOPs (or bytes)."""
+        return self.slowdown * self._curves[name, kind if (name, kind) in self._curves else self._usual](size)
+
+    def has(self, name: str, kind: str) -> bool:
+        """Whether points of this kind, or of the usual one where there are none, have the column."""
+        return (name, kind if kind in self._kinds else self._usual) in self._curves
+
+    @cached_property
+    def _kinds(self) -> frozenset[str]:
+        return frozenset(point.kind for point in self.points)
+
+    @cached_property
+    def _usual(self) -> str:
+        """The kind whose rates stand for kinds that were not measured: the one with the most FLOPs."""
+        return max(self.points, key=lambda point: (point.forward_flops, point.samples)).kind
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, str], Curve]:
+        curves = {}
+        for kind in self._kinds:
+            for name in TIMES:
+                points = [point for point in self.points if point.kind == kind and getattr(point, name) is not None]
+                if points:
+                    curves[name, kind] = Curve.through((p.samples * _size(p, name), getattr(p, name)) for p in points)
+        return curves
+
+
+TIMES = ("forward_s", "backward_s", "input_s", "weight_s")
+
+
+def _size(layer: Point | LayerWork, name: str) -> float:
+    """What the time `name` of a layer goes with: its FLOPs, or its bytes if it has none."""
+    flops = layer.forward_flops if name == "forward_s" else layer.backward_flops
+    return flops or layer.output_bytes or 1.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over the size of a call: straight between points, towards zero as the first two go, on at the last rate.
+
+    What is left at size zero is what a call costs by itself.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def through(cls, points: Iterable[tuple[float, float]]) -> Curve:
+        sizes, seconds = zip(*sorted(dict(points).items()), strict=True)
+        return cls(sizes, seconds)
+
+    def __call__(self, size: float) -> float:
+        at = bisect_right(self.sizes, size)
+        if at == len(self.sizes) or at + len(self.sizes) == 1:
+            return self.seconds[-1] * size / self.sizes[-1]
+        at = max(at, 1)
+        (left, right), (low, high) = self.sizes[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
+        return max(low + (high - low) * (size - left) / (right - left), 0.0)
+
+
+@dataclass(frozen=True)
+class Level:
+    """An all-reduce at one level of the machine: of the link that one worker has there while all others use theirs."""
+
+    latency_s: float = value("seconds of one hop", 0, 100)
+    s_per_byte: float = value("seconds per byte of one worker, while all workers of its node send", 0, 1)
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """2 log2(r) latencies and 2 (r - 1) / r of the bytes over r replicas (Chimera, Section 3.4), level by level.
+
+    Within a node first, each replica with its share of the sum; then the nodes of a switch; then the switches.
+    """
+
+    switch: Level
+    node: Level | None = None
+    above: Level | None = None
+    nodes_per_switch: int = value("nodes of a switch or group, beyond which [allreduce.above] counts", 1, 1e9, 10**9)
+
+    def seconds(self, size_bytes: float, replicas: int, per_node: int = 1, nodes_apart: float = 1) -> float:
+        """Of `size_bytes` on each of `replicas`, of which `per_node` share a node; nodes that hold replicas of a
+        stage are `nodes_apart` nodes from each other."""
+        total, left = 0.0, replicas
+        per_switch = max(int(self.nodes_per_switch / max(nodes_apart, 1)), 1)
+        for level, most in (self.node, per_node), (self.switch, per_switch), (self.above, replicas):
+            members = min(left, most)
+            if members > 1:
+                at = level or self.switch
+                total += 2 * log2(members) * at.latency_s + 2 * (members - 1) / members * size_bytes * at.s_per_byte
+                size_bytes, left = size_bytes / members, ceil(left / members)
+        return total
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What communication in the background takes from its worker."""
+
+    allreduce_busy: float = value("share of an all-reduce's time that it takes from its worker", 0, 1, 0.0)
+    sends_block: bool = field(default=False, metadata={"unit": "whether a worker is busy while it sends"})
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What the update of a stage costs."""
+
+    latency_s: float = value("seconds of an update of nothing", 0, 100, 0.0)
+    s_per_parameter: float = value("seconds", 0, 1, 0.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A worker is what runs one MPI rank: a GPU, or some cores. Read from a file by `read_machine`."""
+
+    name: str
+    source: str
+    memory_bytes: float = value("usable bytes of one worker", 1, 1e18)
+    workers_per_node: int = value("ranks of a node", 1, 100_000)
+    compute: Compute
+    link: Link
+    allreduce: AllReduce
+    node_link: Link | None = None
+    overlap: Overlap = Overlap()
+    optimizer: Optimizer = Optimizer()
+
+    def forward_s(self, layer: LayerWork, samples: float) -> float:
+        """Seconds of the forward of a micro-batch of `samples`.
+
+        Measured where the layer's kind was measured; a layer of other size, or of a kind that was not, takes what
+        as many FLOPs of the measured ones take.
+        """
+        return self._seconds("forward_s", layer, samples)
+
+    def backward_s(self, layer: LayerWork, samples: float) -> float:
+        """Both halves of the backward in one."""
+        return self._seconds("backward_s", layer, samples)
+
+    def input_s(self, layer: LayerWork, samples: float) -> float:
+        """The gradient of the inputs alone: half the backward where it was not measured."""
+        if self.compute.has("input_s", layer.kind):
+            return self._seconds("input_s", layer, samples)
+        return self.backward_s(layer, samples) / 2
+
+    def weight_s(self, layer: LayerWork, samples: float) -> float:
+        """The gradient of the weights alone: what the input's half leaves of the backward where it was not measured."""
+        if self.compute.has("weight_s", layer.kind):
+            return self._seconds("weight_s", layer, samples)
+        return max(self.backward_s(layer, samples) - self.input_s(layer, samples), 0.0)
+
+    def update_s(self, parameters: float) -> float:
+        """The optimizer on so many parameters."""
+        return self.optimizer.latency_s + parameters * self.optimizer.s_per_parameter
+
+    def allreduce_s(self, size_bytes: float, replicas: int, depth: int = 1, pipes: int = 1) -> float:
+        """Of a stage's gradients over its `replicas`: `pipes` in each group of `depth` workers, groups side by side.
+
+        Its cost does not grow with the number of replicas.
+        """
+        nodes_apart = depth / self.workers_per_node
+        per_node = max(int(pipes / nodes_apart), 1)
+        return self.allreduce.seconds(size_bytes, replicas, per_node, nodes_apart / pipes)
+
+    def _seconds(self, name: str, layer: LayerWork, samples: float) -> float:
+        return self.compute.seconds(name, layer.kind, samples * _size(layer, name))
+
+
+# ---- machine files
+
+
+def machines() -> list[str]:
+    """The machines that come with the package."""
+    return sorted(Path(entry.name).stem for entry in _folder().iterdir() if entry.name.endswith(".toml"))
+
+
+def read_machine(name_or_path: str | Path) -> Machine:
+    """A machine that comes with the package, or of a file. Raises InputError: one line with the key and its bounds."""
+    name = str(name_or_path)
+    if name in machines():
+        return parse_machine((_folder() / f"{name}.toml").read_text(encoding="utf-8"), name)
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise InputError(
+            f"{name!r} is neither a machine nor a file: {nearest(name, machines())}, or chimera-mpi calibrate"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{name} cannot be read: {error}") from None
+    return parse_machine(text, name)
+
+
+def write_machine(machine: Machine, path: str | Path) -> None:
+    """As a TOML file with units in comments: `read_machine` gives the same machine again. Raises InputError."""
+    try:
+        Path(path).write_text(machine_text(machine), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def parse_machine(text: str, name: str) -> Machine:
+    """The machine of a TOML text; errors begin with `name`."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{name} is not a TOML file: {error}") from None
+    head = tables.pop("machine", {})
+    if not isinstance(head, dict):
+        raise InputError(f"{name}: machine={head!r} must be a table: write [machine] above its keys")
+    try:
+        return _parsed(Machine, {**head, **tables}, "")
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
+
+
+def machine_text(machine: Machine) -> str:
+    """The TOML text of a machine file."""
+    return "\n".join(_lines(machine, "machine")) + "\n"
+
+
+def _folder() -> Any:
+    return files("chimera_mpi") / "machines"
+
+
+Table = TypeVar("Table")
+_LINK = {
+    "latency_s": {"unit": "seconds of a message of no bytes", "low": 0, "high": 100},
+    "s_per_byte": {"unit": "seconds per byte", "low": 0, "high": 1e-3},
+}
+
+
+def _parsed(kind: type[Table], table: Any, path: str) -> Table:
+    """A dataclass from the table of its name in the file. Raises InputError for unknown, missing and absurd values."""
+    if not isinstance(table, dict):
+        raise InputError(f"{path}={table!r} must be a table: write [{path}] above its keys")
+    known = {of.name: of for of in fields(kind)}  # type: ignore[arg-type]
+    for key in table:
+        if key not in known:
+            raise InputError(f"unknown key {_key(path, key)}: {nearest(key, known)}")
+    hints = get_type_hints(kind)
+    found = {}
+    for name, of in known.items():
+        if name in table:
+            found[name] = _entry(hints[name], of, table[name], _key(path, name))
+        elif of.default is MISSING:
+            raise InputError(f"{_key(path, name)} is missing: give {_unit(of) or 'it'}")
+    return kind(**found)
+
+
+def _entry(hint: Any, of: Field[Any], given: Any, key: str) -> Any:
+    options = [option for option in get_args(hint) if option is not type(None)] or [hint]
+    if is_dataclass(options[0]):
+        if not str(hint).startswith("tuple"):
+            return _parsed(options[0], given, key)
+        if not isinstance(given, list):
+            raise InputError(f"{key} must be a list of tables: write [[{key}]] above each")
+        return tuple(_parsed(options[0], each, f"{key}[{at}]") for at, each in enumerate(given))
+    if options[0] in (int, float):
+        return _number(options[0], of, given, key)
+    if not isinstance(given, options[0]):
+        raise InputError(f"{key}={given!r} must be a {options[0].__name__}")
+    return given
+
+
+def _number(kind: type, of: Field[Any], given: Any, key: str) -> float:
+    limits = of.metadata or _LINK[of.name]
+    sound = isinstance(given, (int, float)) and not isinstance(given, bool) and isfinite(given)
+    if not sound or not limits["low"] <= given <= limits["high"] or kind(given) != given:
+        whole = "a whole number " if kind is int else ""
+        raise InputError(
+            f"{key}={given!r} must be {whole}from {limits['low']:g} to {limits['high']:g}: {limits['unit']}"
+        )
+    return kind(given)
+
+
+def _key(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _unit(of: Field[Any]) -> str:
+    return (of.metadata or _LINK.get(of.name, {})).get("unit", "")
+
+
+def _lines(table: Any, path: str, head: str = "[{}]") -> Iterator[str]:
+    """The table, its plain values first, then the tables within it."""
+    values = [(of, getattr(table, of.name)) for of in fields(table) if getattr(table, of.name) is not None]
+    yield head.format(path)
+    for of, given in values:
+        if not is_dataclass(given) and not isinstance(given, tuple):
+            unit = _unit(of)
+            yield f"{of.name} = {_literal(given)}" + (f"  # {unit}" if unit else "")
+    yield ""
+    inner = "" if isinstance(table, Machine) else path
+    for of, given in values:
+        if isinstance(given, tuple):
+            for each in given:
+                yield from _lines(each, _key(inner, of.name), "[[{}]]")
+        elif is_dataclass(given):
+            yield from _lines(given, _key(inner, of.name))
+
+
+def _literal(given: Any) -> str:
+    if isinstance(given, bool):
+        return str(given).lower()
+    if isinstance(given, str):
+        escaped = given.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    return repr(given)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..schedule import STREAMS, Schedule, build
+from ..schedule import COMPUTE, Schedule, build
+from ..schedule.timing import makespan, timed
 from .costs import Costs
 from .machine import Machine
 from .partition import Cuts, cut_uniformly
+from .performance import Weighted, performance
 from .work import LayerWork, Work
 
 
@@ -70,13 +72,50 @@ class Estimate:
         return self.formula_s / self.step_s - 1
 
 
-def schedule_of(choice: Choice, micro_batches: int | None = None) -> Schedule:
-    """One step of the choice, or the same scheme with another number of micro-batches. Raises ScheduleError."""
-    pieces = (micro_batches or choice.micro_batches) * choice.halves
+def schedule_of(choice: Choice) -> Schedule:
+    """One step of the choice. Raises ScheduleError."""
+    return _built(choice, choice.micro_batches, choice.micro_batches)
+
+
+def _built(choice: Choice, micro_batches: int, every: int) -> Schedule:
+    """The scheme with so many micro-batches; 2BW updates after every `every` of them."""
     options = dict(choice.options)
     if choice.scheme == "pipedream_2bw":
-        options["every"] = choice.micro_batches
-    return build(choice.scheme, choice.depth, pieces, sync=choice.sync, **options)
+        options["every"] = every
+    return build(choice.scheme, choice.depth, micro_batches * choice.halves, sync=choice.sync, **options)
+
+
+def stepped(choice: Choice) -> Weighted:
+    """Schedules whose weighted sum of times is that of a step: of any number of micro-batches, at a bounded cost.
+
+    A flush is itself, if it is short. From a few rounds on each further round of `2 * depth` micro-batches, which
+    all schemes repeat themselves after, takes as long as the one before. A step of a stream is what one more
+    update, or as many micro-batches, adds to it.
+    """
+    if choice.scheme == "pipedream":
+        few, more = 2 * choice.depth, 4 * choice.depth
+        share = choice.micro_batches / (more - few)
+        return [(-share, _built(choice, few, 0)), (share, _built(choice, more, 0))]
+    if choice.scheme == "pipedream_2bw":
+        return [
+            (sign * weight, _built(choice, updates * every, every))
+            for weight, every in _rounds(choice)
+            for sign, updates in ((-1, 2), (1, 3))
+        ]
+    return [(weight, _built(choice, micro_batches, 0)) for weight, micro_batches in _rounds(choice)]
+
+
+def _rounds(choice: Choice) -> list[tuple[float, int]]:
+    """Weights and numbers of micro-batches, their sum that of the choice: one alone, or two a round apart."""
+    period = 2 * choice.depth
+    few = choice.micro_batches % period + ROUNDS * period
+    times = (choice.micro_batches - few) // period
+    if times < 2:
+        return [(1, choice.micro_batches)]
+    return [(1 - times, few), (times, few + period)]
+
+
+ROUNDS = 2  # until rounds are alike
 
 
 def cuts_of(work: Work, choice: Choice, schedule: Schedule) -> Cuts:
@@ -117,3 +156,34 @@ def costs_of(work: Work, machine: Machine, choice: Choice, schedule: Schedule) -
             lambda parameters: machine.update_s(parameters / replicas if choice.sharded else parameters)
         ),
     )
+
+
+def estimate(work: Work, machine: Machine, choice: Choice) -> Estimate:
+    """Simulate a step of the choice, and ask Eq. 1 as well. Raises InputError if the choice cannot be built.
+
+    A stream's step is one in its midst; a flush's lasts from its first op to its last.
+    """
+    schedules = stepped(choice)
+    costs = costs_of(work, machine, choice, schedules[-1][1])
+    runs = [(weight, _simulated(schedule, costs)) for weight, schedule in schedules]
+    step_s, busy_s = (sum(weight * run[at] for weight, run in runs) for at in range(2))
+    free = replace(costs, allreduce_s=0)
+    free_s = sum(weight * makespan(schedule, free) for weight, schedule in schedules) if any(costs.allreduce_s) else step_s
+    return Estimate(
+        choice,
+        step_s,
+        performance(schedules, costs).step_s,
+        bubble_ratio=1 - busy_s / (choice.depth * step_s),
+        exposed_allreduce_s=max(step_s - free_s, 0.0),
+        memory=(),
+    )
+
+
+def _simulated(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+    """The makespan, and the seconds of all workers' computing."""
+    end = busy = 0.0
+    for _, op, start, until in timed(schedule, costs):
+        end = max(end, until)
+        if op.kind in COMPUTE:
+            busy += until - start
+    return end, busy

@@ -2,37 +2,33 @@
 
     T = (F + Comm) C_f + (B + Comm) C_b + max over workers of Comm_unoverlapped
 
-C_f and C_b are the passes on the critical path of the schedule when messages are free. Comm_unoverlapped is what a
-worker's all-reduces last beyond the end of the last backward of all, with the free regions before it taken off. Where
-the backward is split, input gradients stand in for backwards and weight gradients are passes without a message.
+C_f and C_b are the passes on the critical path of the schedule when messages are free. Comm_unoverlapped is what
+all-reduces last beyond the last backward of all: their free regions, from their start to there, are taken off. Where
+the backward is split, input gradients stand in for backwards, and weight gradients are passes without a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
-from ..schedule import COMPUTE, Kind, Schedule, messages
+from ..schedule import COMPUTE, Kind, Op, Schedule
+from ..schedule.timing import timed
 from .costs import Costs, at_stage
-from .simulate import simulate
 
 
 class Passes(NamedTuple):
-    """The passes on the critical path: C_f, C_b (whole or input gradients) and C_w (weight gradients alone)."""
+    """Those on the critical path: C_f, C_b (of whole backwards or input gradients) and of weight gradients alone."""
 
     forward: float
     backward: float
-    weight: float = 0
-
-    def plus(self, other: Passes, times: float) -> Passes:
-        return Passes(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+    weight: float
 
 
 @dataclass(frozen=True)
 class Performance:
-    """Eq. 1 of one step, seconds: F, B (whole, or input gradient) and weight gradient of the busiest worker's stage."""
+    """The terms of Eq. 1 for a step, in seconds; F and B are those of the worker with most to do, update included."""
 
     passes: Passes
     forward_s: float
@@ -40,7 +36,7 @@ class Performance:
     weight_s: float
     transfer_s: float
     unoverlapped_s: float
-    update_s: float = 0.0
+    update_s: float
 
     @property
     def step_s(self) -> float:
@@ -51,3 +47,114 @@ class Performance:
             + self.unoverlapped_s
             + self.update_s
         )
+
+
+Weighted = Sequence[tuple[float, Schedule]]  # schedules whose weighted sum is a step
+
+
+def performance(schedules: Weighted, costs: Costs) -> Performance:
+    """Eq. 1 of a step that is the weighted sum of `schedules` (one with weight 1, or see `estimate.stepped`)."""
+    _, schedule = schedules[-1]
+    costs = costs.on(schedule)
+    passes_s = _busiest(schedule, costs)
+    found = [(weight, critical_passes(of, passes_s)) for weight, of in schedules]
+    passes = Passes(*(sum(weight * counted[at] for weight, (counted, _) in found) for at in range(3)))
+    updates = sum(weight * of.updates for weight, of in schedules)
+    if schedule.updates > 1:  # a stream: the update follows at once, so nothing hides its all-reduce
+        exposed_s = updates * max(costs.allreduce(op) for op in _reduces(schedule))
+    else:
+        exposed_s = max((costs.allreduce(op) - free_s for op, free_s in found[-1][1].items()), default=0)
+    return Performance(
+        passes, *passes_s, _transfer_s(schedule, costs), max(exposed_s, 0), updates * _update_s(schedule, costs)
+    )
+
+
+def critical_passes(schedule: Schedule, passes_s: tuple[float, float, float]) -> tuple[Passes, dict[Op, float]]:
+    """C_f, C_b and C_w, and the free region of each all-reduce: the seconds from its start to the last backward's end.
+
+    `passes_s` are the seconds of a forward, a backward or input gradient, and a weight gradient.
+    """
+    counting = _Counting(passes_s)
+    end, starts = 0, {}
+    for _, op, start, until in timed(schedule, counting):
+        if op.kind is Kind.REDUCE:
+            starts[op] = start
+        elif op.kind in COMPUTE and until > end:
+            end = until
+    return counting.passes(end), {op: counting.seconds_of(end) - counting.seconds_of(at) for op, at in starts.items()}
+
+
+class _Counting:
+    """Costs that are whole numbers of ticks, with a digit below the ticks for each kind that counts its ops.
+
+    So the makespan, which is the sum of the ops on the critical path, tells how many of each there are.
+    """
+
+    _BITS = 24  # of a digit: more ops than can be planned
+    _TICKS = 1 << 32
+    sends_block = False
+
+    def __init__(self, passes_s: tuple[float, float, float]) -> None:
+        self._per_s = self._TICKS / (sum(passes_s) or 1)
+        forward, backward, weight = (
+            (round(seconds * self._per_s) << 3 * self._BITS) + (1 << at * self._BITS)
+            for at, seconds in enumerate(passes_s)
+        )
+        self._of = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward, Kind.WEIGHT: weight}
+
+    def on(self, schedule: Schedule) -> _Counting:
+        return self
+
+    def seconds(self, op: Op) -> int:
+        return self._of.get(op.kind, 0)
+
+    def transfer(self, op: Op, source: int, target: int) -> int:
+        return 0
+
+    def allreduce(self, op: Op) -> int:
+        return 0
+
+    def passes(self, end: float) -> Passes:
+        mask = (1 << self._BITS) - 1
+        return Passes(*(int(end) >> at * self._BITS & mask for at in range(3)))
+
+    def seconds_of(self, moment: float) -> float:
+        return (int(moment) >> 3 * self._BITS) / self._per_s
+
+
+def _busiest(schedule: Schedule, costs: Costs) -> tuple[float, float, float]:
+    """Seconds of a mean forward, backward or input gradient, and weight gradient of the worker with most to do."""
+    kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if schedule.split else (Kind.FORWARD, Kind.BACKWARD)
+
+    def means(worker: int) -> tuple[float, ...]:
+        places = schedule.places(worker)
+        return tuple(sum(costs.seconds(Op(kind, *place, 0)) for place in places) / len(places) for kind in kinds)
+
+    forward, backward, *weight = max(map(means, range(schedule.depth)), key=sum)
+    return forward, backward, weight[0] if weight else 0
+
+
+def _transfer_s(schedule: Schedule, costs: Costs) -> float:
+    """Of the mean message from stage to stage, there and back."""
+    ways = [
+        costs.transfer(op, source, target) if source != target else 0
+        for pipe, workers in enumerate(schedule.pipes)
+        for stage, pair in enumerate(zip(workers, workers[1:], strict=False))
+        for op, (source, target) in (
+            (Op(Kind.FORWARD, pipe, stage, 0), pair),
+            (Op(Kind.BACKWARD, pipe, stage + 1, 0), pair[::-1]),
+        )
+    ]
+    return sum(ways) / len(ways) if ways else 0
+
+
+def _reduces(schedule: Schedule) -> Iterable[Op]:
+    return (op for order in schedule.orders for op in order if op.kind is Kind.REDUCE)
+
+
+def _update_s(schedule: Schedule, costs: Costs) -> float:
+    """What the worker with most to update does at each update."""
+    return max(
+        sum(at_stage(costs.update_s, stage) for _, stage in schedule.places(worker))
+        for worker in range(schedule.depth)
+    )

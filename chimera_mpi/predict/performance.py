@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 from ..schedule import COMPUTE, Kind, Op, Schedule
@@ -57,13 +58,14 @@ def performance(schedules: Weighted, costs: Costs) -> Performance:
     _, schedule = schedules[-1]
     costs = costs.on(schedule)
     passes_s = _busiest(schedule, costs)
-    found = [(weight, critical_passes(of, passes_s)) for weight, of in schedules]
-    passes = Passes(*(sum(weight * counted[at] for weight, (counted, _) in found) for at in range(3)))
+    counted, regions = zip(*(critical_passes(of, passes_s) for _, of in schedules), strict=True)
+    weights = [weight for weight, _ in schedules]
+    passes = Passes(*(sum(map(mul, weights, column)) for column in zip(*counted, strict=True)))
     updates = sum(weight * of.updates for weight, of in schedules)
     if schedule.updates > 1:  # a stream: the update follows at once, so nothing hides its all-reduce
         exposed_s = updates * max(costs.allreduce(op) for op in _reduces(schedule))
     else:
-        exposed_s = max((costs.allreduce(op) - free_s for op, free_s in found[-1][1].items()), default=0)
+        exposed_s = max((costs.allreduce(op) - free_s for op, free_s in regions[-1].items()), default=0)
     return Performance(
         passes, *passes_s, _transfer_s(schedule, costs), max(exposed_s, 0), updates * _update_s(schedule, costs)
     )

@@ -168,7 +168,9 @@ def estimate(work: Work, machine: Machine, choice: Choice) -> Estimate:
     runs = [(weight, _simulated(schedule, costs)) for weight, schedule in schedules]
     step_s, busy_s = (sum(weight * run[at] for weight, run in runs) for at in range(2))
     free = replace(costs, allreduce_s=0)
-    free_s = sum(weight * makespan(schedule, free) for weight, schedule in schedules) if any(costs.allreduce_s) else step_s
+    free_s = (
+        sum(weight * makespan(schedule, free) for weight, schedule in schedules) if any(costs.allreduce_s) else step_s
+    )
     return Estimate(
         choice,
         step_s,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from importlib.resources import files
-from math import ceil, inf, isfinite, log2
+from math import ceil, isfinite, log2
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -31,11 +31,16 @@ def value(unit: str, low: float, high: float, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"unit": unit, "low": low, "high": high})
 
 
+def text(unit: str, default: Any = MISSING) -> Any:
+    """A value that is no number."""
+    return field(default=default, metadata={"unit": unit})
+
+
 @dataclass(frozen=True)
 class Point:
     """A layer as measured: seconds of all `samples` of a micro-batch, FLOPs and bytes of one sample."""
 
-    kind: str
+    kind: str = text("of the layer: embedding, block, head, or what else the model has")
     samples: int = value("of the micro-batch", 1, 1e9)
     forward_s: float = value("seconds", 0, 1e6)
     backward_s: float = value("seconds", 0, 1e6)
@@ -157,7 +162,7 @@ class Overlap:
     """What communication in the background takes from its worker."""
 
     allreduce_busy: float = value("share of an all-reduce's time that it takes from its worker", 0, 1, 0.0)
-    sends_block: bool = field(default=False, metadata={"unit": "whether a worker is busy while it sends"})
+    sends_block: bool = text("whether a worker is busy while it sends", False)
 
 
 @dataclass(frozen=True)
@@ -172,8 +177,8 @@ class Optimizer:
 class Machine:
     """A worker is what runs one MPI rank: a GPU, or some cores. Read from a file by `read_machine`."""
 
-    name: str
-    source: str
+    name: str = text("what the machine is called")
+    source: str = text("where its figures are from")
     memory_bytes: float = value("usable bytes of one worker", 1, 1e18)
     workers_per_node: int = value("ranks of a node", 1, 100_000)
     compute: Compute
@@ -264,9 +269,9 @@ def parse_machine(text: str, name: str) -> Machine:
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{name} is not a TOML file: {error}") from None
     head = tables.pop("machine", {})
-    if not isinstance(head, dict):
-        raise InputError(f"{name}: machine={head!r} must be a table: write [machine] above its keys")
     try:
+        if not isinstance(head, dict):
+            raise InputError("machine must be a table: write [machine] above its keys")
         return _parsed(Machine, {**head, **tables}, "")
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
@@ -282,6 +287,7 @@ def _folder() -> Any:
 
 
 Table = TypeVar("Table")
+_PARTS = ("compute", "link", "node_link", "allreduce", "overlap", "optimizer")
 _LINK = {
     "latency_s": {"unit": "seconds of a message of no bytes", "low": 0, "high": 100},
     "s_per_byte": {"unit": "seconds per byte", "low": 0, "high": 1e-3},
@@ -291,7 +297,7 @@ _LINK = {
 def _parsed(kind: type[Table], table: Any, path: str) -> Table:
     """A dataclass from the table of its name in the file. Raises InputError for unknown, missing and absurd values."""
     if not isinstance(table, dict):
-        raise InputError(f"{path}={table!r} must be a table: write [{path}] above its keys")
+        raise InputError(f"{path} must be one table, not a {type(table).__name__}: write [{path}] above its keys")
     known = {of.name: of for of in fields(kind)}  # type: ignore[arg-type]
     for key in table:
         if key not in known:
@@ -302,7 +308,7 @@ def _parsed(kind: type[Table], table: Any, path: str) -> Table:
         if name in table:
             found[name] = _entry(hints[name], of, table[name], _key(path, name))
         elif of.default is MISSING:
-            raise InputError(f"{_key(path, name)} is missing: give {_unit(of) or 'it'}")
+            raise InputError(f"{_key(path, name)} is missing: {_unit(of)}")
     return kind(**found)
 
 
@@ -317,7 +323,7 @@ def _entry(hint: Any, of: Field[Any], given: Any, key: str) -> Any:
     if options[0] in (int, float):
         return _number(options[0], of, given, key)
     if not isinstance(given, options[0]):
-        raise InputError(f"{key}={given!r} must be a {options[0].__name__}")
+        raise InputError(f"{key}={given!r} must be a {options[0].__name__}: {_unit(of)}")
     return given
 
 
@@ -333,11 +339,12 @@ def _number(kind: type, of: Field[Any], given: Any, key: str) -> float:
 
 
 def _key(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    """The plain values of a machine stand in a table [machine], its parts in tables of their own."""
+    return f"{path or 'machine'}.{name}" if path or name not in _PARTS else name
 
 
 def _unit(of: Field[Any]) -> str:
-    return (of.metadata or _LINK.get(of.name, {})).get("unit", "")
+    return (of.metadata or _LINK.get(of.name) or {"unit": f"write a table [{of.name}]"})["unit"]
 
 
 def _lines(table: Any, path: str, head: str = "[{}]") -> Iterator[str]:
@@ -346,8 +353,7 @@ def _lines(table: Any, path: str, head: str = "[{}]") -> Iterator[str]:
     yield head.format(path)
     for of, given in values:
         if not is_dataclass(given) and not isinstance(given, tuple):
-            unit = _unit(of)
-            yield f"{of.name} = {_literal(given)}" + (f"  # {unit}" if unit else "")
+            yield f"{of.name} = {_literal(given)}  # {_unit(of)}"
     yield ""
     inner = "" if isinstance(table, Machine) else path
     for of, given in values:

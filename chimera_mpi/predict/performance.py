@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import mul
 from typing import NamedTuple
 
@@ -141,7 +142,7 @@ def _transfer_s(schedule: Schedule, costs: Costs) -> float:
     ways = [
         costs.transfer(op, source, target) if source != target else 0
         for pipe, workers in enumerate(schedule.pipes)
-        for stage, pair in enumerate(zip(workers, workers[1:], strict=False))
+        for stage, pair in enumerate(pairwise(workers))
         for op, (source, target) in (
             (Op(Kind.FORWARD, pipe, stage, 0), pair),
             (Op(Kind.BACKWARD, pipe, stage + 1, 0), pair[::-1]),
@@ -157,6 +158,5 @@ def _reduces(schedule: Schedule) -> Iterable[Op]:
 def _update_s(schedule: Schedule, costs: Costs) -> float:
     """What the worker with most to update does at each update."""
     return max(
-        sum(at_stage(costs.update_s, stage) for _, stage in schedule.places(worker))
-        for worker in range(schedule.depth)
+        sum(at_stage(costs.update_s, stage) for _, stage in schedule.places(worker)) for worker in range(schedule.depth)
     )

@@ -152,6 +152,7 @@ def costs_of(work: Work, machine: Machine, choice: Choice, schedule: Schedule) -
         ),
         groups=choice.width,
         allreduce_busy=machine.overlap.allreduce_busy,
+        allreduces_queue=machine.overlap.allreduces_queue,
         update_s=of_parameters(
             lambda parameters: machine.update_s(parameters / replicas if choice.sharded else parameters)
         ),

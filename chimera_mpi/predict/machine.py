@@ -162,6 +162,7 @@ class Overlap:
     """What communication in the background takes from its worker."""
 
     allreduce_busy: float = value("share of an all-reduce's time that it takes from its worker", 0, 1, 0.0)
+    allreduces_queue: bool = text("whether a worker's all-reduces take turns, as on one network port", True)
     sends_block: bool = text("whether a worker is busy while it sends", False)
 
 

@@ -96,6 +96,7 @@ class _Counting:
     _BITS = 24  # of a digit: more ops than can be planned
     _TICKS = 1 << 32
     sends_block = False
+    allreduces_queue = False
 
     def __init__(self, passes_s: tuple[float, float, float]) -> None:
         self._per_s = self._TICKS / (sum(passes_s) or 1)

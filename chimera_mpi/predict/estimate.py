@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
+from operator import mul
 from typing import Any
 
 from ..schedule import COMPUTE, Schedule, build
 from ..schedule.timing import makespan, timed
 from .costs import Costs
+from .footprint import Memory, memory_of
 from .machine import Machine
 from .partition import Cuts, cut_uniformly
 from .performance import Weighted, performance
@@ -60,7 +62,7 @@ class Estimate:
     formula_s: float
     bubble_ratio: float
     exposed_allreduce_s: float
-    memory: tuple[Any, ...]
+    memory: tuple[Memory, ...]  # of each worker of a group
 
     @cached_property
     def samples_per_s(self) -> float:
@@ -178,8 +180,21 @@ def estimate(work: Work, machine: Machine, choice: Choice) -> Estimate:
         performance(schedules, costs).step_s,
         bubble_ratio=1 - busy_s / (choice.depth * step_s),
         exposed_allreduce_s=max(step_s - free_s, 0.0),
-        memory=(),
+        memory=_memory(work, choice, schedules),
     )
+
+
+def _memory(work: Work, choice: Choice, schedules: Weighted) -> tuple[Memory, ...]:
+    """What the workers hold in a step: what goes with the number of micro-batches grows evenly; not in a stream."""
+    weights = [weight for weight, _ in schedules]
+    if sum(weights) < 0.5:
+        return memory_of(work, choice, schedules[-1][1])
+    held = zip(*(memory_of(work, choice, schedule) for _, schedule in schedules), strict=True)
+    return tuple(_weighted(weights, each) for each in held)
+
+
+def _weighted(weights: Sequence[float], held: Sequence[Memory]) -> Memory:
+    return Memory(*(sum(map(mul, weights, column)) for column in zip(*map(astuple, held), strict=True)))
 
 
 def _simulated(schedule: Schedule, costs: Costs) -> tuple[float, float]:

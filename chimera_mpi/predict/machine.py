@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from importlib.resources import files
-from math import ceil, isfinite, log2
+from math import ceil, isclose, isfinite, log2
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from ..errors import InputError
 from ..schedule import nearest
@@ -49,6 +49,10 @@ class Point:
     forward_flops: float = value("of one sample, multiply-adds count 2", 0, 1e21, 0.0)
     backward_flops: float = value("of one sample, both halves together, as measured", 0, 1e21, 0.0)
     output_bytes: float = value("of one sample: the measure of layers without FLOPs", 0, 1e18, 0.0)
+    activation_bytes: float = value("of one sample: what is kept for the backward", 0, 1e18, 0.0)
+
+
+MOST_FLOPS_PER_S = 1e17
 
 
 @dataclass(frozen=True)
@@ -57,18 +61,32 @@ class Compute:
 
     points: tuple[Point, ...]
     slowdown: float = value("factor on all points: what a training step adds to layers measured alone", 0.01, 100, 1.0)
+    flops_per_byte: float = value("FLOPs that take as long as a byte kept for the backward", 0, 1e6, 0.0)
 
     def __post_init__(self) -> None:
         if not self.points:
             raise InputError("compute.points is empty: give at least one [[compute.points]] with kind, samples, times")
+        for at, point in enumerate(self.points):
+            flops = point.samples * point.forward_flops
+            if flops > MOST_FLOPS_PER_S * point.forward_s:
+                rate = f"{flops / point.forward_s:g} FLOP/s" if point.forward_s else "FLOPs in no time"
+                raise InputError(
+                    f"compute.points[{at}].forward_s={point.forward_s:g} makes {rate}, no worker has "
+                    f"{MOST_FLOPS_PER_S:g}: check forward_s, samples and forward_flops"
+                )
 
-    def seconds(self, name: str, kind: str, size: float) -> float:
-        """What the column `name` of the points says for a call of so many FLOPs (or bytes)."""
-        return self.slowdown * self._curves[name, kind if (name, kind) in self._curves else self._usual](size)
+    def seconds(self, name: str, layer: LayerWork, samples: float) -> float:
+        """The time `name` of a layer on so many samples: on the curve through the points if it is what was measured,
+        on the law that fits them if not."""
+        kind = layer.kind if (name, layer.kind) in self._points else self._usual
+        points = self._points[name, kind]
+        same = kind == layer.kind and any(_alike(point, layer) for point, *_ in points)
+        of_size = (self._curves if same else self._laws)[name, kind]
+        return self.slowdown * of_size(samples * self._size(layer, name))
 
     def has(self, name: str, kind: str) -> bool:
         """Whether points of this kind, or of the usual one where there are none, have the column."""
-        return (name, kind if kind in self._kinds else self._usual) in self._curves
+        return (name, kind if kind in self._kinds else self._usual) in self._points
 
     @cached_property
     def _kinds(self) -> frozenset[str]:
@@ -80,23 +98,62 @@ class Compute:
         return max(self.points, key=lambda point: (point.forward_flops, point.samples)).kind
 
     @cached_property
-    def _curves(self) -> dict[tuple[str, str], Curve]:
-        curves = {}
-        for kind in self._kinds:
+    def _points(self) -> dict[tuple[str, str], list[tuple[Point, float, float]]]:
+        """By column and kind the points that have it, with size and seconds of the call."""
+        found: dict[tuple[str, str], list[tuple[Point, float, float]]] = {}
+        for point in self.points:
             for name in TIMES:
-                points = [point for point in self.points if point.kind == kind and getattr(point, name) is not None]
-                if points:
-                    curves[name, kind] = Curve.through((p.samples * _size(p, name), getattr(p, name)) for p in points)
-        return curves
+                if (seconds := getattr(point, name)) is not None:
+                    call = (point, point.samples * self._size(point, name), seconds)
+                    found.setdefault((name, point.kind), []).append(call)
+        return found
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, str], Curve]:
+        return {key: Curve.through(call[1:] for call in calls) for key, calls in self._points.items()}
+
+    @cached_property
+    def _laws(self) -> dict[tuple[str, str], Law]:
+        return {key: Law.through(call[1:] for call in calls) for key, calls in self._points.items()}
+
+    def _size(self, layer: Point | LayerWork, name: str) -> float:
+        """What the time `name` of a layer goes with: FLOPs, and bytes of what is kept as so many FLOPs each; the
+        output's bytes if it has none."""
+        flops = layer.forward_flops if name == "forward_s" else layer.backward_flops
+        weighed = self.flops_per_byte * (1 if name == "forward_s" else 2) * layer.activation_bytes
+        return flops + weighed if flops else layer.output_bytes or 1.0
 
 
 TIMES = ("forward_s", "backward_s", "input_s", "weight_s")
 
 
-def _size(layer: Point | LayerWork, name: str) -> float:
-    """What the time `name` of a layer goes with: its FLOPs, or its bytes if it has none."""
-    flops = layer.forward_flops if name == "forward_s" else layer.backward_flops
-    return flops or layer.output_bytes or 1.0
+def _alike(point: Point, layer: LayerWork) -> bool:
+    """Whether the point is of a layer of this size, within a hundredth, as far as it says."""
+    sizes = ((point.forward_flops, layer.forward_flops), (point.output_bytes, layer.output_bytes))
+    return all(not mine or isclose(mine, its, rel_tol=0.01) for mine, its in sizes)
+
+
+class Law(NamedTuple):
+    """What a call costs by itself, and a rate: the line that is nearest to points, in shares of their seconds."""
+
+    call_s: float
+    s_per_size: float
+
+    @classmethod
+    def through(cls, points: Iterable[tuple[float, float]]) -> Law:
+        relative = [(1 / seconds, size / seconds) for size, seconds in points if seconds > 0]
+        if not relative:
+            return cls(0.0, 0.0)
+        aa, ab, bb = (sum(r[i] * r[j] for r in relative) for i, j in ((0, 0), (0, 1), (1, 1)))
+        a, b = (sum(r[i] for r in relative) for i in range(2))
+        determinant = aa * bb - ab * ab
+        call_s = (a * bb - b * ab) / determinant if determinant > 1e-9 * aa * bb else 0.0
+        if not 0 <= call_s * a <= len(relative):
+            call_s = 0.0
+        return cls(call_s, max((b - call_s * ab) / bb, 0.0))
+
+    def __call__(self, size: float) -> float:
+        return self.call_s + size * self.s_per_size
 
 
 @dataclass(frozen=True)
@@ -227,7 +284,7 @@ class Machine:
         return self.allreduce.seconds(size_bytes, replicas, per_node, nodes_apart / pipes)
 
     def _seconds(self, name: str, layer: LayerWork, samples: float) -> float:
-        return self.compute.seconds(name, layer.kind, samples * _size(layer, name))
+        return self.compute.seconds(name, layer, samples)
 
 
 # ---- machine files

@@ -66,7 +66,7 @@ def performance(schedules: Weighted, costs: Costs) -> Performance:
     if schedule.updates > 1:  # a stream: the update follows at once, so nothing hides its all-reduce
         exposed_s = updates * max(costs.allreduce(op) for op in _reduces(schedule))
     else:
-        exposed_s = max((costs.allreduce(op) - free_s for op, free_s in regions[-1].items()), default=0)
+        exposed_s = _unoverlapped_s(schedule, costs, regions[-1])
     return Performance(
         passes, *passes_s, _transfer_s(schedule, costs), max(exposed_s, 0), updates * _update_s(schedule, costs)
     )
@@ -85,6 +85,17 @@ def critical_passes(schedule: Schedule, passes_s: tuple[float, float, float]) ->
         elif op.kind in COMPUTE and until > end:
             end = until
     return counting.passes(end), {op: counting.seconds_of(end) - counting.seconds_of(at) for op, at in starts.items()}
+
+
+def _unoverlapped_s(schedule: Schedule, costs: Costs, regions: dict[Op, float]) -> float:
+    """How long after the last backward the last all-reduce is done, if it is."""
+    done_s: dict[int, float] = {}
+    for op, free_s in regions.items():
+        worker = schedule.worker(op)
+        queued_s = done_s.get(worker, -free_s) if costs.allreduces_queue else -free_s
+        end_s = max(-free_s, queued_s) + costs.allreduce(op)
+        done_s[worker] = max(done_s.get(worker, end_s), end_s)
+    return max([0.0, *done_s.values()])
 
 
 class _Counting:

@@ -1,0 +1,431 @@
+"""The tables of the Chimera paper (Li and Hoefler 2021, Section 4), predicted and published.
+
+Five numbers of Piz Daint are fitted to the paper's throughputs, once for all schemes, both models and all node counts:
+how much slower layers are in a training step than measured alone; latency and seconds per byte of messages and sums;
+what an all-reduce costs more beyond a group of 384 nodes of the Aries network; and the share of an all-reduce's time
+that it takes from its worker. All else is given: the seconds of a layer, the size of the machine, the models, the
+configurations.
+
+  python scripts/bench/paper_tables.py                 the machine that comes with the package against the paper
+  python scripts/bench/paper_tables.py --fit --write chimera_mpi/machines/piz-daint.toml
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from _bench import save, show
+
+from chimera_mpi.predict import Link
+from chimera_mpi.predict.estimate import Choice, costs_of, estimate, stepped
+from chimera_mpi.predict.machine import (
+    AllReduce,
+    Compute,
+    Level,
+    Machine,
+    Optimizer,
+    Overlap,
+    Point,
+    read_machine,
+    write_machine,
+)
+from chimera_mpi.predict.partition import Cuts
+from chimera_mpi.predict.work import Work, bert_work, gpt_work
+from chimera_mpi.schedule import nearest
+from chimera_mpi.schedule.timing import makespan
+
+# ---- what the paper reports
+
+
+class Run(NamedTuple):
+    """A measured throughput, and that of the paper's own model where it gives one; in samples per second."""
+
+    model: str
+    scheme: str
+    nodes: int
+    mini_batch: int
+    depth: int
+    micro_batch_size: int
+    published_per_s: float
+    recompute: bool = False
+    model_per_s: float | None = None
+    sync: str = "eager_opt"
+
+
+BEST = [  # of each scheme
+    Run("Bert-48", "chimera", 32, 512, 4, 8, 173.3, model_per_s=169.7),
+    Run("Bert-48", "dapple", 32, 512, 4, 4, 150.1),
+    Run("Bert-48", "gpipe", 32, 512, 4, 4, 135.2, recompute=True),
+    Run("Bert-48", "gems", 32, 512, 4, 32, 73.1),
+    Run("Bert-48", "pipedream_2bw", 32, 512, 4, 16, 153.3, recompute=True),
+    Run("Bert-48", "pipedream", 32, 48, 8, 12, 89.8),
+    *(Run("GPT-2", "chimera", nodes, nodes, 32, 1, y) for nodes, y in ((512, 140.0), (1024, 278.7), (2048, 512.4))),
+    *(Run("GPT-2", "dapple", nodes, nodes, 16, 1, y, True) for nodes, y in ((512, 98.5), (1024, 192.9), (2048, 371.1))),
+    *(Run("GPT-2", "gpipe", nodes, nodes, 8, 1, y, True) for nodes, y in ((512, 100.7), (1024, 179.3), (2048, 360.6))),
+    *(Run("GPT-2", "gems", nodes, nodes, 8, 2, y) for nodes, y in ((512, 55.8), (1024, 111.2), (2048, 219.3))),
+    *(
+        Run("GPT-2", "pipedream_2bw", nodes, nodes, 16, 1, y, True)
+        for nodes, y in ((512, 128.3), (1024, 231.5), (2048, 438.9))
+    ),
+    *(
+        Run("GPT-2", "pipedream", nodes, nodes // 4, 8, 2, y, True)
+        for nodes, y in ((512, 77.5), (1024, 148.8), (2048, 254.7))
+    ),
+]
+OTHER_SHAPES = [  # of Chimera
+    Run("Bert-48", "chimera", 32, 512, 16, 16, 129.2, model_per_s=142.0),
+    Run("Bert-48", "chimera", 32, 512, 8, 16, 157.2, model_per_s=163.4),
+    Run("Bert-48", "chimera", 32, 512, 2, 4, 134.0, model_per_s=123.7),
+    Run("GPT-2", "chimera", 512, 512, 64, 1, 116.7, model_per_s=128.3),
+    Run("GPT-2", "chimera", 512, 512, 16, 1, 129.2, recompute=True, model_per_s=138.8),
+    Run("GPT-2", "chimera", 512, 512, 8, 1, 142.5, recompute=True, model_per_s=141.6),
+]
+RUNS = [*BEST, *OTHER_SHAPES]
+SPEED_UPS = {"pipedream_2bw": 1.16, "dapple": 1.38, "gpipe": 1.42, "pipedream": 2.01, "gems": 2.34}
+EAGER_GAINS = {16: 1.01, 32: 1.09, 64: 1.11}  # of eager_opt over eager, Bert-48, D = 4, B = 8, by nodes
+
+# Seconds of one layer of Bert-48 on a P100, forward and backward, by micro-batch size. Its input needed no gradient
+# there, so the backward lacks one product of three: that of queries, keys and values with their matrix.
+LAYER_S = {
+    1: (1.16e-3, 1.67e-3),
+    2: (1.51e-3, 2.56e-3),
+    4: (2.52e-3, 4.20e-3),
+    8: (4.50e-3, 7.65e-3),
+    16: (9.30e-3, 14.88e-3),
+    32: (16.1e-3, 27.0e-3),
+    64: (31.1e-3, 52.9e-3),
+}
+
+
+@cache
+def work_of(model: str) -> Work:
+    """As the paper trains it: fp32, AdamW, dropout, attention that is not fused, an output matrix of its own."""
+    how = {"tied": False, "dropout": 0.1, "device": "cuda", "fused": False}
+    if model == "Bert-48":
+        return bert_work(
+            layers=48, hidden=1024, heads=16, vocabulary=30522, positions=512, sequence_length=128, **how
+        )  # fmt: skip
+    return gpt_work(
+        layers={"GPT-2": 64, "GPT-2-32": 32}[model],
+        hidden=1280,
+        heads=20,
+        vocabulary=50257,
+        positions=1024,
+        sequence_length=632,
+        **how,
+    )
+
+
+def even_blocks(work: Work, depth: int) -> Cuts:
+    """As the paper cuts: blocks shared out evenly, the embedding with the first and the head with the last of them."""
+    blocks = len(work.layers) - 2
+    points = [0, *(1 + blocks * stage // depth for stage in range(1, depth)), len(work.layers)]
+    return [range(start, end) for start, end in pairwise(points)]
+
+
+def choice_of(run: Run) -> Choice:
+    width = run.nodes // run.depth
+    return Choice(
+        {"dapple": "1f1b"}.get(run.scheme, run.scheme),
+        run.depth,
+        width,
+        run.micro_batch_size,
+        run.mini_batch // (width * run.micro_batch_size),
+        "stage" if run.recompute else "none",
+        sync=run.sync,
+        cuts=even_blocks(work_of(run.model), run.depth),
+    )
+
+
+# ---- the machine
+
+
+class Fitted(NamedTuple):
+    """What is fitted. Latency and bandwidth are those of messages and of sums within a group of the network."""
+
+    slowdown: float = 1.5
+    latency_s: float = 1e-4
+    s_per_byte: float = 4e-10
+    beyond_group_s: float = 0.15
+    allreduce_busy: float = 0.1
+
+
+P100_BYTES = 16 * 2**30 - 0.6e9  # less what CUDA and PyTorch keep for themselves
+ADAMW_S = 1.5e-10  # of a parameter: ten passes over tensors of 4 bytes, 76 in all, at 500 GB/s
+GROUP = 384  # nodes of two cabinets of a Cray XC50, joined without optical cables
+
+
+def piz_daint(fitted: Fitted) -> Machine:
+    """One P100 a node, Gloo over Aries, tensors staged through the host's memory."""
+    block = work_of("Bert-48").layers[1]
+    unneeded = 2 * 3 * 1024**2 * 128  # FLOPs of the one product that a layer whose input needs no gradient leaves out
+    points = tuple(
+        Point(
+            "block",
+            samples,
+            forward_s,
+            backward_s,
+            forward_flops=block.forward_flops,
+            backward_flops=block.backward_flops - unneeded,
+            output_bytes=block.output_bytes,
+        )
+        for samples, (forward_s, backward_s) in LAYER_S.items()
+    )
+    return Machine(
+        name="piz-daint",
+        source="Li and Hoefler 2021: a layer of Bert-48 on a P100; the rest fitted by scripts/bench/paper_tables.py",
+        memory_bytes=P100_BYTES,
+        workers_per_node=1,
+        compute=Compute(points, round_to(fitted.slowdown)),
+        link=Link(round_to(fitted.latency_s), round_to(fitted.s_per_byte)),
+        allreduce=AllReduce(
+            switch=Level(round_to(fitted.latency_s), round_to(fitted.s_per_byte)),
+            above=Level(round_to(fitted.beyond_group_s), round_to(fitted.s_per_byte)),
+            nodes_per_switch=GROUP,
+        ),
+        # A ring of Gloo's does not fill the wire: two of one worker's at a time take no longer than one.
+        overlap=Overlap(round_to(fitted.allreduce_busy), allreduces_queue=False),
+        optimizer=Optimizer(latency_s=1e-3, s_per_parameter=ADAMW_S),
+    )
+
+
+def round_to(number: float, digits: int = 4) -> float:
+    return float(f"{number:.{digits}g}")
+
+
+@cache
+def schedules_of(choice_key: tuple) -> object:
+    return stepped(Choice(*choice_key))
+
+
+def step_s(machine: Machine, run: Run) -> float:
+    """Predicted by simulation."""
+    choice = choice_of(run)
+    schedules = schedules_of((choice.scheme, choice.depth, 1, 1, choice.micro_batches, "none", (), choice.sync))
+    costs = costs_of(work_of(run.model), machine, choice, schedules[-1][1])
+    return sum(weight * makespan(schedule, costs) for weight, schedule in schedules)
+
+
+def predicted_per_s(machine: Machine, run: Run) -> float:
+    return run.mini_batch / step_s(machine, run)
+
+
+# ---- the fit
+
+
+def errors(machine: Machine) -> np.ndarray:
+    """Logarithms of predicted over published: throughputs, then Chimera's speed-ups, then what eager_opt gains."""
+    per_s = {run: predicted_per_s(machine, run) for run in RUNS}
+    largest = {run.scheme: per_s[run] for run in BEST if run.nodes == 2048}
+    gains = (gain(machine, nodes) / published for nodes, published in EAGER_GAINS.items())
+    return np.log(
+        [
+            *(per_s[run] / run.published_per_s for run in RUNS),
+            *(largest["chimera"] / largest[scheme] / published for scheme, published in SPEED_UPS.items()),
+            *gains,
+        ]
+    )
+
+
+def gain(machine: Machine, nodes: int) -> float:
+    run = Run("Bert-48", "chimera", nodes, 16 * nodes, 4, 8, 0)
+    return step_s(machine, run._replace(sync="eager")) / step_s(machine, run)
+
+
+SMALL, LARGE = 0.03, 0.1  # errors below the one hardly count, those above the other much
+
+
+def loss(found: np.ndarray) -> float:
+    return float(np.sum(np.sqrt(found**2 + SMALL**2) + 0.1 * (found / LARGE) ** 4))
+
+
+def fit(start: Fitted = Fitted(), rounds: int = 12) -> Fitted:
+    """The numbers with the least loss: Gauss and Newton's way, damped, in logarithms, errors weighed by the loss."""
+    at = np.log(start)
+    found = errors(piz_daint(Fitted(*np.exp(at))))
+    damping = 0.1
+    for _ in range(rounds):
+        weights = 1 / np.sqrt(found**2 + SMALL**2) + 0.4 * found**2 / LARGE**4
+        slopes = np.stack([_slope(at, which, found) for which in range(len(at))], axis=1)
+        normal = slopes.T @ (weights[:, None] * slopes)
+        for _ in range(4):
+            damped = normal + damping * np.diag(np.diag(normal) + 1e-3)
+            moved = at + np.clip(np.linalg.solve(damped, -slopes.T @ (weights * found)), -0.5, 0.5)
+            moved[-1] = min(moved[-1], 0)  # a share
+            after = errors(piz_daint(Fitted(*np.exp(moved))))
+            if loss(after) < loss(found):
+                break
+            damping *= 5
+        else:
+            break
+        done = loss(found) - loss(after) < 1e-4
+        at, found, damping = moved, after, damping / 5
+        if done:
+            break
+    return Fitted(*(round_to(number) for number in np.exp(at)))
+
+
+def _slope(at: np.ndarray, which: int, found: np.ndarray, by: float = 0.05) -> np.ndarray:
+    moved = at.copy()
+    moved[which] += by
+    return (errors(piz_daint(Fitted(*np.exp(moved)))) - found) / by
+
+
+# ---- the best of each scheme
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The configuration that is predicted to be best, beside the published one."""
+
+    published: Run
+    found: Run
+    found_per_s: float
+    published_per_s: float  # of the published configuration, predicted
+
+    @property
+    def agrees(self) -> bool:
+        return configuration(self.found) == configuration(self.published)
+
+
+def best_of(machine: Machine, run: Run) -> Best:
+    """Of all depths, the largest micro-batch that fits, as the paper chooses it (Section 3.4): without recomputation if
+    there is such, and with it."""
+    rivals = {rival: predicted_per_s(machine, rival) for rival in _rivals(machine, run)}
+    found = max(rivals, key=rivals.__getitem__)
+    return Best(run, found, rivals[found], predicted_per_s(machine, run))
+
+
+def _rivals(machine: Machine, run: Run) -> Iterator[Run]:
+    for depth in (4, 8, 16, 32) if run.nodes > 32 else (4, 8, 16):
+        for recompute in (False, True):
+            sizes = [size for size in MICRO_BATCH_SIZES if _possible(machine, run, depth, size, recompute)]
+            if sizes:
+                yield run._replace(depth=depth, micro_batch_size=max(sizes), recompute=recompute)
+
+
+def _possible(machine: Machine, run: Run, depth: int, size: int, recompute: bool) -> bool:
+    rival = run._replace(depth=depth, micro_batch_size=size, recompute=recompute)
+    micro_batches, rest = divmod(run.mini_batch, size * (run.nodes // depth))
+    if rest or not micro_batches or (run.scheme == "pipedream_2bw" and micro_batches < depth):
+        return False
+    return run.scheme != "pipedream" or micro_batches == 1
+
+
+def configuration(run: Run) -> str:
+    return f"D{run.depth} B{run.micro_batch_size}{' R' if run.recompute else ''}"
+
+
+# ---- what is printed
+
+
+def main() -> None:
+    args = arguments()
+    fitted = fit() if args.fit else None
+    machine = piz_daint(fitted) if fitted else read_machine(args.machine)
+    if fitted:
+        show("fitted", ["what", "value"], [(name, f"{number:.4g}") for name, number in fitted._asdict().items()])
+    found = tables(machine)
+    if args.write:
+        write_machine(machine, args.write)
+        print(f"wrote {args.write}")
+    save(args.json, found)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default="piz-daint", help="name or file; default: piz-daint")
+    parser.add_argument("--fit", action="store_true", help="fit the machine anew")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the machine, as a machine file")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def tables(machine: Machine) -> dict[str, object]:
+    """Print all; the figures, for JSON."""
+    per_s = {run: predicted_per_s(machine, run) for run in RUNS}
+    show(
+        "Throughput of the best configuration of each scheme, samples per second",
+        ["", "nodes", "configuration", "published", "predicted", "error %"],
+        [(f"{run.model} {run.scheme}", run.nodes, configuration(run), *beside(run, per_s[run])) for run in BEST],
+    )
+    models = [run for run in RUNS if run.model_per_s]
+    show(
+        "Chimera, measured beside models: the paper's own, Eq. 1 here, and the simulation",
+        ["", "nodes", "configuration", "measured", "paper's model", "Eq. 1", "simulated"],
+        [
+            (run.model, run.nodes, configuration(run), *map(tenth, (run.published_per_s, run.model_per_s)))
+            + (tenth(by_formula(machine, run)), tenth(per_s[run]))
+            for run in models
+        ],
+    )
+    largest = {run.scheme: per_s[run] for run in BEST if run.nodes == 2048}
+    ups = {scheme: largest["chimera"] / largest[scheme] for scheme in SPEED_UPS}
+    show(
+        "Speed-up of Chimera, GPT-2 on 2048 nodes",
+        ["over", "published", "predicted", "error %"],
+        [(scheme, SPEED_UPS[scheme], up, percent(up / SPEED_UPS[scheme])) for scheme, up in ups.items()],
+    )
+    weak = {nodes: next(per_s[r] for r in BEST if (r.scheme, r.nodes) == ("chimera", nodes)) for nodes in (512, 2048)}
+    print(
+        f"Chimera's weak scaling, 512 to 2048 nodes: published 91.4 %, predicted {25 * weak[2048] / weak[512]:.1f} %\n"
+    )
+    show(
+        "What eager_opt gains over eager, Bert-48, D4 B8",
+        ["nodes", "published", "predicted"],
+        [(str(nodes), published, gain(machine, nodes)) for nodes, published in EAGER_GAINS.items()],
+    )
+    off = [abs(per_s[run] / run.published_per_s - 1) for run in RUNS]
+    print(f"{len(off)} throughputs: median error {100 * np.median(off):.1f} %, largest {100 * max(off):.1f} %")
+    orders = [(group, order_of(group, per_s)) for group in groups()]
+    for (model, nodes), (published, predicted) in orders:
+        same = "the same" if published == predicted else f"predicted {' > '.join(predicted)}"
+        print(f"order of schemes, {model} on {nodes} nodes: {' > '.join(published)}; {same}")
+    return {
+        "runs": [{**run._asdict(), "predicted_per_s": per_s[run]} for run in RUNS],
+        "speed_ups": ups,
+        "median_error": float(np.median(off)),
+        "largest_error": float(max(off)),
+    }
+
+
+def groups() -> list[tuple[str, int]]:
+    return list(dict.fromkeys((run.model, run.nodes) for run in BEST))
+
+
+def order_of(group: tuple[str, int], per_s: dict[Run, float]) -> tuple[list[str], list[str]]:
+    """The schemes from the fastest down, as published and as predicted."""
+    runs = [run for run in BEST if (run.model, run.nodes) == group]
+    return tuple(
+        [run.scheme for run in sorted(runs, key=key, reverse=True)]
+        for key in (lambda run: run.published_per_s, per_s.__getitem__)
+    )
+
+
+def by_formula(machine: Machine, run: Run) -> float:
+    return run.mini_batch / estimate(work_of(run.model), machine, choice_of(run)).formula_s
+
+
+def beside(run: Run, per_s: float) -> Sequence[str]:
+    return tenth(run.published_per_s), tenth(per_s), percent(per_s / run.published_per_s)
+
+
+def tenth(number: float) -> str:
+    return f"{number:.1f}"
+
+
+def percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f}"
+
+
+if __name__ == "__main__":
+    main()

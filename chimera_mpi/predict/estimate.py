@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from operator import mul
+from operator import add, mul
 from typing import Any
 
-from ..schedule import COMPUTE, Schedule, build
+from ..schedule import COMPUTE, STREAMS, Schedule, build
 from ..schedule.timing import makespan, timed
 from .costs import Costs
 from .footprint import Memory, memory_of
@@ -136,9 +136,12 @@ def costs_of(work: Work, machine: Machine, choice: Choice, schedule: Schedule) -
     def of_parameters(cost: Callable[[int], float]) -> list[float]:
         return [cost(sum(layer.parameters for layer in stage)) for stage in stages]
 
+    def version_s(parameters: int) -> float:
+        return machine.version_s(parameters) if choice.scheme in STREAMS else 0.0
+
     return Costs(
         forward_s=of_layers(machine.forward_s),
-        backward_s=of_layers(machine.backward_s),
+        backward_s=list(map(add, of_layers(machine.backward_s), of_parameters(version_s))),
         input_s=of_layers(machine.input_s) if schedule.split else None,
         weight_s=of_layers(machine.weight_s) if schedule.split else None,
         recompute=choice.recompute != "none",

@@ -229,6 +229,7 @@ class Optimizer:
 
     latency_s: float = value("seconds of an update of nothing", 0, 100, 0.0)
     s_per_parameter: float = value("seconds", 0, 1, 0.0)
+    version_s_per_parameter: float = value("seconds, to put a micro-batch's version of the weights in place", 0, 1, 0.0)
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,10 @@ class Machine:
     def update_s(self, parameters: float) -> float:
         """The optimizer on so many parameters."""
         return self.optimizer.latency_s + parameters * self.optimizer.s_per_parameter
+
+    def version_s(self, parameters: float) -> float:
+        """Putting the version of so many weights in place that a micro-batch of a stream is to use."""
+        return parameters * self.optimizer.version_s_per_parameter
 
     def allreduce_s(self, size_bytes: float, replicas: int, depth: int = 1, pipes: int = 1) -> float:
         """Of a stage's gradients over its `replicas`: `pipes` in each group of `depth` workers, groups side by side.

@@ -9,19 +9,20 @@ the backward is split, input gradients stand in for backwards, and weight gradie
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import mul
+from operator import mul, sub
 from typing import NamedTuple
 
-from ..schedule import COMPUTE, Kind, Op, Schedule
+from ..schedule import COMPUTE, Kind, Op, Place, Schedule
 from ..schedule.timing import timed
 from .costs import Costs, at_stage
 
 
 class Passes(NamedTuple):
-    """Those on the critical path: C_f, C_b (of whole backwards or input gradients) and of weight gradients alone."""
+    """Forwards, backwards (whole, or input gradients) and weight gradients alone: how many, or the seconds of one."""
 
     forward: float
     backward: float
@@ -30,22 +31,27 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Performance:
-    """The terms of Eq. 1 for a step, in seconds; F and B are those of the worker with most to do, update included."""
+    """The terms of Eq. 1 for a step, in seconds.
+
+    `passes` are C_f, C_b and C_w. As many of them as the worker with most to do has itself take what they take there,
+    `busiest_s`; the others, on the ways there and back, what they take in the mean stage: the paper's stages are alike.
+    """
 
     passes: Passes
-    forward_s: float
-    backward_s: float
-    weight_s: float
+    own: Passes
+    busiest_s: Passes
+    mean_s: Passes
     transfer_s: float
     unoverlapped_s: float
     update_s: float
 
     @property
     def step_s(self) -> float:
+        others = map(sub, self.passes, self.own)
         return (
-            (self.forward_s + self.transfer_s) * self.passes.forward
-            + (self.backward_s + self.transfer_s) * self.passes.backward
-            + self.weight_s * self.passes.weight
+            sum(map(mul, self.own, self.busiest_s))
+            + sum(map(mul, others, self.mean_s))
+            + self.transfer_s * (self.passes.forward + self.passes.backward)
             + self.unoverlapped_s
             + self.update_s
         )
@@ -56,23 +62,34 @@ Weighted = Sequence[tuple[float, Schedule]]  # schedules whose weighted sum is a
 
 def performance(schedules: Weighted, costs: Costs) -> Performance:
     """Eq. 1 of a step that is the weighted sum of `schedules` (one with weight 1, or see `estimate.stepped`)."""
-    _, schedule = schedules[-1]
+    weights, built = zip(*schedules, strict=True)
+    schedule = built[-1]
     costs = costs.on(schedule)
-    passes_s = _busiest(schedule, costs)
-    counted, regions = zip(*(critical_passes(of, passes_s) for _, of in schedules), strict=True)
-    weights = [weight for weight, _ in schedules]
-    passes = Passes(*(sum(map(mul, weights, column)) for column in zip(*counted, strict=True)))
+    worker, busiest_s = _busiest(schedule, costs)
+    counted, regions = zip(*(critical_passes(of, busiest_s) for of in built), strict=True)
+    passes = _weighted(weights, counted)
+    own = Passes(*map(min, passes, _weighted(weights, (_passes_of(of, worker) for of in built))))
     updates = sum(weight * of.updates for weight, of in schedules)
     if schedule.updates > 1:  # a stream: the update follows at once, so nothing hides its all-reduce
         exposed_s = updates * max(costs.allreduce(op) for op in _reduces(schedule))
     else:
         exposed_s = _unoverlapped_s(schedule, costs, regions[-1])
     return Performance(
-        passes, *passes_s, _transfer_s(schedule, costs), max(exposed_s, 0), updates * _update_s(schedule, costs)
+        passes,
+        own,
+        busiest_s,
+        _mean_s(schedule, costs, [place for at in range(schedule.depth) for place in schedule.places(at)]),
+        _transfer_s(schedule, costs),
+        exposed_s,
+        updates * _update_s(schedule, costs),
     )
 
 
-def critical_passes(schedule: Schedule, passes_s: tuple[float, float, float]) -> tuple[Passes, dict[Op, float]]:
+def _weighted(weights: Sequence[float], passes: Iterable[Passes]) -> Passes:
+    return Passes(*(sum(map(mul, weights, column)) for column in zip(*passes, strict=True)))
+
+
+def critical_passes(schedule: Schedule, passes_s: Passes) -> tuple[Passes, dict[Op, float]]:
     """C_f, C_b and C_w, and the free region of each all-reduce: the seconds from its start to the last backward's end.
 
     `passes_s` are the seconds of a forward, a backward or input gradient, and a weight gradient.
@@ -109,7 +126,7 @@ class _Counting:
     sends_block = False
     allreduces_queue = False
 
-    def __init__(self, passes_s: tuple[float, float, float]) -> None:
+    def __init__(self, passes_s: Passes) -> None:
         self._per_s = self._TICKS / (sum(passes_s) or 1)
         forward, backward, weight = (
             (round(seconds * self._per_s) << 3 * self._BITS) + (1 << at * self._BITS)
@@ -137,16 +154,23 @@ class _Counting:
         return (int(moment) >> 3 * self._BITS) / self._per_s
 
 
-def _busiest(schedule: Schedule, costs: Costs) -> tuple[float, float, float]:
-    """Seconds of a mean forward, backward or input gradient, and weight gradient of the worker with most to do."""
+def _busiest(schedule: Schedule, costs: Costs) -> tuple[int, Passes]:
+    """The worker with most to do, and the seconds of a mean pass of its stages."""
+    of_workers = [_mean_s(schedule, costs, schedule.places(worker)) for worker in range(schedule.depth)]
+    worker = max(range(schedule.depth), key=lambda worker: sum(of_workers[worker]))
+    return worker, of_workers[worker]
+
+
+def _mean_s(schedule: Schedule, costs: Costs, places: Sequence[Place]) -> Passes:
     kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if schedule.split else (Kind.FORWARD, Kind.BACKWARD)
+    seconds = [sum(costs.seconds(Op(kind, *place, 0)) for place in places) / len(places) for kind in kinds]
+    return Passes(*seconds, *[0.0] * (3 - len(seconds)))
 
-    def means(worker: int) -> tuple[float, ...]:
-        places = schedule.places(worker)
-        return tuple(sum(costs.seconds(Op(kind, *place, 0)) for place in places) / len(places) for kind in kinds)
 
-    forward, backward, *weight = max(map(means, range(schedule.depth)), key=sum)
-    return forward, backward, weight[0] if weight else 0
+def _passes_of(schedule: Schedule, worker: int) -> Passes:
+    """How many passes of each kind the worker does."""
+    kinds = Counter(op.kind for op in schedule.orders[worker])
+    return Passes(kinds[Kind.FORWARD], kinds[Kind.BACKWARD] + kinds[Kind.INPUT], kinds[Kind.WEIGHT])
 
 
 def _transfer_s(schedule: Schedule, costs: Costs) -> float:

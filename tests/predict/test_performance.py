@@ -12,7 +12,7 @@ DEPTHS = (2, 4, 8)
 
 
 def passes(scheme, depth, micro_batches, costs=(1.0, 2.0, 0.0), **options):
-    return critical_passes(build(scheme, depth, micro_batches, **options), costs)[0]
+    return critical_passes(build(scheme, depth, micro_batches, **options), Passes(*costs))[0]
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -78,13 +78,23 @@ def test_the_busiest_worker_sets_f_and_b():
     """In Chimera workers share stages: 0 and 3, of 1 and 6 s, are 3.5 on average; in 1F1B the last has 6 to itself."""
     costs = Costs([1, 1, 1, 6], [2, 2, 2, 12], update_s=[1, 2, 3, 1])
     chimera, rival = (performance([(1, build(scheme, 4, 4))], costs) for scheme in ("chimera", "1f1b"))
-    assert (chimera.forward_s, chimera.backward_s, chimera.update_s) == (3.5, 7, 5)
-    assert (rival.forward_s, rival.backward_s, rival.update_s) == (6, 12, 3)
+    assert (chimera.busiest_s, chimera.update_s) == ((3.5, 7, 0), 5)
+    assert (rival.busiest_s, rival.update_s) == ((6, 12, 0), 3)
+    assert chimera.mean_s == rival.mean_s == (9 / 4, 18 / 4, 0)
+
+
+def test_passes_that_are_not_the_busiest_workers_own_take_what_a_mean_stage_takes():
+    """GPipe is done when its heavy last stage has done all, and the ways there and back are through the others."""
+    costs = Costs([1, 1, 1, 6], [2, 2, 2, 12])
+    found = performance([(1, build("gpipe", 4, 8))], costs)
+    assert (found.passes, found.own) == ((11, 11, 0), (8, 8, 0))
+    assert found.step_s == 8 * 18 + 3 * 27 / 4
+    assert simulate(build("gpipe", 4, 8), costs).makespan_s == 8 * 18 + 3 * 3
 
 
 def test_recomputation_is_part_of_the_backward():
-    assert performance([(1, build("gpipe", 2, 4))], Costs(1, 2, recompute=True)).backward_s == 3
-    assert performance([(1, build("zb_h1", 2, 4))], Costs(1, 2, recompute=True)).backward_s == 2
+    assert performance([(1, build("gpipe", 2, 4))], Costs(1, 2, recompute=True)).busiest_s.backward == 3
+    assert performance([(1, build("zb_h1", 2, 4))], Costs(1, 2, recompute=True)).busiest_s.backward == 2
 
 
 @pytest.mark.parametrize("scheme", STREAMS)

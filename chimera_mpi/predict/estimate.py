@@ -174,9 +174,8 @@ def estimate(work: Work, machine: Machine, choice: Choice) -> Estimate:
     runs = [(weight, _simulated(schedule, costs)) for weight, schedule in schedules]
     step_s, busy_s = (sum(weight * run[at] for weight, run in runs) for at in range(2))
     free = replace(costs, allreduce_s=0)
-    free_s = (
-        sum(weight * makespan(schedule, free) for weight, schedule in schedules) if any(costs.allreduce_s) else step_s
-    )
+    alone = len(schedules[-1][1].pipes) * choice.width == 1
+    free_s = step_s if alone else sum(weight * makespan(schedule, free) for weight, schedule in schedules)
     return Estimate(
         choice,
         step_s,

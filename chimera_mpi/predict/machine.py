@@ -13,7 +13,7 @@ from functools import cached_property
 from importlib.resources import files
 from math import ceil, isclose, isfinite, log2
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ..errors import InputError
 from ..schedule import nearest
@@ -34,6 +34,11 @@ def value(unit: str, low: float, high: float, default: Any = MISSING) -> Any:
 def text(unit: str, default: Any = MISSING) -> Any:
     """A value that is no number."""
     return field(default=default, metadata={"unit": unit})
+
+
+def part(default: Any = MISSING) -> Any:
+    """A table of its own."""
+    return field(default=default, metadata={"unit": "write a table of this name", "part": True})
 
 
 @dataclass(frozen=True)
@@ -240,12 +245,12 @@ class Machine:
     source: str = text("where its figures are from")
     memory_bytes: float = value("usable bytes of one worker", 1, 1e18)
     workers_per_node: int = value("ranks of a node", 1, 100_000)
-    compute: Compute
-    link: Link
-    allreduce: AllReduce
-    node_link: Link | None = None
-    overlap: Overlap = Overlap()
-    optimizer: Optimizer = Optimizer()
+    compute: Compute = part()
+    link: Link = part()
+    allreduce: AllReduce = part()
+    node_link: Link | None = part(None)
+    overlap: Overlap = part(Overlap())
+    optimizer: Optimizer = part(Optimizer())
 
     def forward_s(self, layer: LayerWork, samples: float) -> float:
         """Seconds of the forward of a micro-batch of `samples`.
@@ -350,8 +355,8 @@ def _folder() -> Any:
 
 
 Table = TypeVar("Table")
-_PARTS = ("compute", "link", "node_link", "allreduce", "overlap", "optimizer")
-_LINK = {
+_PARTS = {of.name for of in fields(Machine) if "part" in of.metadata}
+_LINK: dict[str, dict[str, Any]] = {
     "latency_s": {"unit": "seconds of a message of no bytes", "low": 0, "high": 100},
     "s_per_byte": {"unit": "seconds per byte", "low": 0, "high": 1e-3},
 }
@@ -376,17 +381,17 @@ def _parsed(kind: type[Table], table: Any, path: str) -> Table:
 
 
 def _entry(hint: Any, of: Field[Any], given: Any, key: str) -> Any:
-    options = [option for option in get_args(hint) if option is not type(None)] or [hint]
-    if is_dataclass(options[0]):
-        if not str(hint).startswith("tuple"):
-            return _parsed(options[0], given, key)
+    kind: type = next((option for option in get_args(hint) if option is not type(None)), hint)
+    if get_origin(hint) is tuple:
         if not isinstance(given, list):
             raise InputError(f"{key} must be a list of tables: write [[{key}]] above each")
-        return tuple(_parsed(options[0], each, f"{key}[{at}]") for at, each in enumerate(given))
-    if options[0] in (int, float):
-        return _number(options[0], of, given, key)
-    if not isinstance(given, options[0]):
-        raise InputError(f"{key}={given!r} must be a {options[0].__name__}: {_unit(of)}")
+        return tuple(_parsed(kind, each, f"{key}[{at}]") for at, each in enumerate(given))
+    if is_dataclass(kind):
+        return _parsed(kind, given, key)
+    if kind in (int, float):
+        return _number(kind, of, given, key)
+    if not isinstance(given, kind):
+        raise InputError(f"{key}={given!r} must be a {kind.__name__}: {_unit(of)}")
     return given
 
 
@@ -407,7 +412,7 @@ def _key(path: str, name: str) -> str:
 
 
 def _unit(of: Field[Any]) -> str:
-    return (of.metadata or _LINK.get(of.name) or {"unit": f"write a table [{of.name}]"})["unit"]
+    return of.metadata.get("unit") or _LINK.get(of.name, {"unit": "write a table of this name"})["unit"]
 
 
 def _lines(table: Any, path: str, head: str = "[{}]") -> Iterator[str]:

@@ -95,7 +95,8 @@ def critical_passes(schedule: Schedule, passes_s: Passes) -> tuple[Passes, dict[
     `passes_s` are the seconds of a forward, a backward or input gradient, and a weight gradient.
     """
     counting = _Counting(passes_s)
-    end, starts = 0, {}
+    end: float = 0
+    starts = {}
     for _, op, start, until in timed(schedule, counting):
         if op.kind is Kind.REDUCE:
             starts[op] = start

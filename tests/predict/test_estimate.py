@@ -108,6 +108,15 @@ def test_the_formula_stands_beside_the_simulation(scheme):
     assert 0 < found.bubble_ratio < 1
 
 
+def test_versions_of_weights_cost_the_streams_alone():
+    machine = replace(MACHINE, optimizer=Optimizer(version_s_per_parameter=1e-4))
+    for scheme in "1f1b", "pipedream", "pipedream_2bw":
+        plain, versions = (costs_of(WORK, of, choice(scheme), build(scheme, 4, 8)) for of in (MACHINE, machine))
+        more = [after - before for before, after in zip(plain.backward_s, versions.backward_s, strict=True)]
+        held = [sum(layer.parameters for layer in WORK.layers[4 * stage : 4 * stage + 4]) for stage in range(4)]
+        assert more == pytest.approx([1e-4 * parameters * (scheme in STREAMS) for parameters in held])
+
+
 def test_what_of_the_allreduce_is_exposed():
     for scheme in "1f1b", "chimera":
         chosen = choice(scheme)

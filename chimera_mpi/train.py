@@ -21,7 +21,7 @@ from .config import Config, Steps, schedule_of
 from .data import Corpus, even_sizes
 from .errors import InputError, refusing
 from .models import Model, make_layer
-from .predict.partition import Cuts, by_thirds, cut_at, cut_by, cut_uniformly, imbalance, stage_costs
+from .predict.partition import Cuts, Recompute, by_thirds, cut_at, cut_by, cut_uniformly, imbalance, stage_costs
 from .runlog import RunLog, StepRow
 from .runtime.agreement import agree
 from .runtime.clock import aligned_clock
@@ -31,7 +31,7 @@ from .runtime.mailbox import Delivery, Spec, Tensors
 from .runtime.optimizer import LearningRate, Recipe
 from .runtime.pipeline import Pipeline, Settings, check_compatible
 from .runtime.profile import layer_seconds
-from .runtime.stage import Recompute, trace
+from .runtime.stage import trace
 from .runtime.staging import Direct, Staging
 from .runtime.waiting import Patience
 from .runtime.worker import Feed, MicroBatch, Sums, Targets
@@ -201,7 +201,7 @@ class Part:
         return Settings(
             seed=config.seed,
             dtype=PRECISIONS[config.precision],
-            recompute=recompute_of(config),
+            recompute=Recompute.of(config.recompute),
             recipe=Recipe(config.optimizer, weight_decay=config.weight_decay, momentum=config.momentum),
             clip=config.clip,
             loss_scale=self._loss_scale() if config.precision == "fp16" else None,
@@ -539,11 +539,6 @@ def patience_of(grid: Grid, config: Config) -> Patience:
 
 def learning_rate_of(config: Config) -> LearningRate:
     return LearningRate(config.learning_rate, config.minimum_learning_rate, config.warmup_steps, config.steps)
-
-
-def recompute_of(config: Config) -> Recompute:
-    asked = config.recompute
-    return Recompute("layer", asked) if isinstance(asked, int) else Recompute(asked)
 
 
 def _is_due(steps: range, every: int, of: int) -> bool:

@@ -106,6 +106,7 @@ _FURTHER: dict[str, tuple[str, Callable[[str], Any] | None, str]] = {
         "W",
     ),
     "allreduce_busy": ("share of an all-reduce's time that it takes from its worker; default: 0", _number, "SHARE"),
+    "allreduces_queue": ("a worker's all-reduces take turns, as on one network port", None, ""),
     "jitter": ("ops take longer or shorter by up to this share, by chance", _number, "SHARE"),
     "seed": ("of chance, in jitter and search; default: 0", int, "SEED"),
 }

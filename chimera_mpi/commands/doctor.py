@@ -145,11 +145,12 @@ def _random_corpus(config: Config, task: Task) -> Corpus:
 
 def _parity(world: Any, overrides: list[str]) -> int:
     from ..config import load
+    from ..predict.partition import Recompute
     from ..runtime.agreement import agree
     from ..runtime.grid import find_node
     from ..runtime.parity import parity
     from ..runtime.pipeline import Settings
-    from ..train import plan_job, read_micro_batch, recompute_of
+    from ..train import plan_job, read_micro_batch
 
     small = ["layers=12", "hidden=32", "heads=4", "positions=16", "sequence_length=16", "micro_batch_size=2"]
     config = agree(world, lambda: load("gpt-tiny", [*small, *overrides]))
@@ -159,7 +160,8 @@ def _parity(world: Any, overrides: list[str]) -> int:
     batches = job.task.batches(_random_corpus(config, job.task), job.sizes, config.seed)
     micro_batches = [read_micro_batch(batches, 0, number) for number in range(len(job.sizes))]
     staging, devices = find_staging(world, find_node(world).rank, config)
-    settings = Settings(seed=config.seed, recompute=recompute_of(config), cuts=tuple(job.cuts), staging=staging)
+    recompute = Recompute.of(config.recompute)
+    settings = Settings(seed=config.seed, recompute=recompute, cuts=tuple(job.cuts), staging=staging)
     differences = parity(world, job.plan.schedule, job.task.model, micro_batches, settings)
     worst = world.bcast(max(d.relative for d in differences) if differences else None)
     if differences:

@@ -43,8 +43,9 @@ class Costs:
     are on one node, of `workers_per_node` each. `sends_block` keeps the sender busy meanwhile.
 
     A stage's all-reduce runs in the background but takes the share `allreduce_busy` of its time from its
-    worker. It is over as many replicas as the schedule has pipelines, in each of `groups` groups of workers
-    that train side by side (the paper's W), and takes `allreduce_s` plus what `gradient_bytes` take on `link`:
+    worker. With `allreduces_queue` those of a worker take turns, as they do where one port carries them all.
+    It is over as many replicas as the schedule has pipelines, in each of `groups` groups of workers that train
+    side by side (the paper's W), and takes `allreduce_s` plus what `gradient_bytes` take on `link`:
     2 log2(r) latencies and 2 (r - 1) / r of the bytes over r replicas (Chimera, Section 3.4). Over one
     replica it takes no time.
 
@@ -67,6 +68,7 @@ class Costs:
     gradient_bytes: PerStage = 0
     groups: int = 1
     allreduce_busy: float = 0
+    allreduces_queue: bool = False
     jitter: float = 0
     seed: int = 0
 

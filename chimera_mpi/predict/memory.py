@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..schedule import COMPUTE, Kind, Op, Place, Schedule, used_versions
@@ -24,6 +24,48 @@ class Level(NamedTuple):
     size_bytes: float
 
 
+class Sizes(NamedTuple):
+    """What one micro-batch holds of a stage.
+
+    A forward takes `activation_bytes` as it starts; the end of its backward gives them back. Where that is split, the
+    end of the input gradient leaves `deferred_bytes` for the weight gradient: without what the way to the inputs alone
+    needed, but with the gradients caught on it. A backward or input gradient has `working_bytes` in addition as long as
+    it lasts, such as a graph that is computed anew, and a weight gradient `weighing_bytes`.
+    """
+
+    activation_bytes: float
+    deferred_bytes: float
+    working_bytes: float = 0
+    weighing_bytes: float = 0
+
+    def taken(self, kind: Kind) -> tuple[float, float]:
+        """What an op takes as it starts and as it ends, less than 0 where it gives back."""
+        activation, deferred, working, weighing = self
+        match kind:
+            case Kind.FORWARD:
+                return activation, 0
+            case Kind.BACKWARD:
+                return working, -working - activation
+            case Kind.INPUT:
+                return working, deferred - working - activation
+            case Kind.WEIGHT:
+                return weighing, -weighing - deferred
+        return 0, 0
+
+
+def most_held(order: Sequence[Op], sizes: Sequence[Sizes]) -> float:
+    """The most that the micro-batches of a worker hold at once, by the sizes of the stages; whatever its ops take."""
+    taken = {(kind, stage): of_stage.taken(kind) for kind in COMPUTE for stage, of_stage in enumerate(sizes)}
+    held = most = 0.0
+    for kind, _, stage, _ in order:
+        if kind in COMPUTE:
+            at_start, at_end = taken[kind, stage]
+            most = max(most, held + at_start)
+            held += at_start + at_end
+            most = max(most, held)
+    return most
+
+
 def memory_curve(
     timeline: Timeline,
     activation_bytes: PerStage = 1,
@@ -31,27 +73,20 @@ def memory_curve(
     deferred_bytes: PerStage | None = None,
     working_bytes: PerStage = 0,
 ) -> tuple[tuple[Level, ...], ...]:
-    """What each worker holds over time, in bytes if given so for each stage, else in activations.
+    """What each worker holds over time, in bytes if given so for each stage, else in activations (see `Sizes`).
 
-    A forward takes `activation_bytes` of its stage as it starts; the end of its backward gives them back. Where
-    that is split, the end of the input gradient leaves `deferred_bytes` of them, as many by default, for the
-    weight gradient: without what the way to the inputs alone needed, but with the gradients caught on it.
-    `working_bytes` a backward or input gradient has in addition as long as it lasts, such as a graph that is
-    computed anew. `weight_bytes` of each stage a worker has, and of each version of them that it must keep (see
-    `weight_versions`), it holds all the time.
+    By default a split backward keeps all that it has. `weight_bytes` of each stage a worker has, and of each version
+    of them that it must keep (see `weight_versions`), it holds all the time.
     """
-    versions = weight_versions(timeline.schedule)
+    schedule = timeline.schedule
+    versions = weight_versions(schedule)
     deferred = activation_bytes if deferred_bytes is None else deferred_bytes
+    sizes = [
+        Sizes(*(at_stage(size, stage) for size in (activation_bytes, deferred, working_bytes)))
+        for stage in range(schedule.stages)
+    ]
     return tuple(
-        tuple(
-            _levels(
-                row,
-                versions[worker] * _weights(timeline.schedule, worker, weight_bytes),
-                lambda op: _taken(
-                    op.kind, *(at_stage(size, op.stage) for size in (activation_bytes, deferred, working_bytes))
-                ),
-            )
-        )
+        tuple(_levels(row, versions[worker] * _weights(schedule, worker, weight_bytes), sizes))
         for worker, row in enumerate(timeline.rows)
     )
 
@@ -60,27 +95,13 @@ def _weights(schedule: Schedule, worker: int, weight_bytes: PerStage) -> float:
     return sum(at_stage(weight_bytes, stage) for _, stage in schedule.places(worker))
 
 
-def _levels(row: tuple[Span, ...], held: float, taken: Callable[[Op], tuple[float, float]]) -> Iterator[Level]:
+def _levels(row: Sequence[Span], held: float, sizes: Sequence[Sizes]) -> Iterator[Level]:
     yield Level(0, held)
     for span in row:
-        for when_s, change in zip((span.start_s, span.end_s), taken(span.op), strict=True):
+        for when_s, change in zip((span.start_s, span.end_s), sizes[span.op.stage].taken(span.op.kind), strict=True):
             if change:
                 held += change
                 yield Level(when_s, held)
-
-
-def _taken(kind: Kind, activation: float, deferred: float, working: float) -> tuple[float, float]:
-    """What an op takes as it starts and as it ends, less than 0 where it gives back."""
-    match kind:
-        case Kind.FORWARD:
-            return activation, 0
-        case Kind.BACKWARD:
-            return working, -working - activation
-        case Kind.INPUT:
-            return working, deferred - working - activation
-        case Kind.WEIGHT:
-            return 0, -deferred
-    return 0, 0
 
 
 def peak_bytes(

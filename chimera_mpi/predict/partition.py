@@ -1,8 +1,9 @@
-"""How the layers of a model are cut into stages."""
+"""How the layers of a model are cut into stages, and these into what is computed anew at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from ..errors import InputError
@@ -10,6 +11,24 @@ from ..schedule import Schedule
 from .costs import Costs
 
 Cuts = list[range]  # of each stage, its layers
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is forgotten after the forward and computed anew on the way back: nothing, the whole stage, or
+    `layers` layers at a time, of which only the input is kept."""
+
+    what: str = "none"  # none, stage or layer
+    layers: int = 1
+
+    @classmethod
+    def of(cls, asked: str | int) -> Recompute:
+        """As a configuration has it: a number is one of layers."""
+        return cls("layer", asked) if isinstance(asked, int) else cls(asked)
+
+    def segments(self, layers: range) -> list[range]:
+        size = self.layers if self.what == "layer" else len(layers)
+        return [layers[start : start + size] for start in range(0, len(layers), size)]
 
 
 def cut_uniformly(layers: int, stages: int) -> Cuts:

@@ -14,9 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..models import Model, keyed_seed, make_layer
+from ..predict.partition import Recompute
 from ..schedule import Kind, Op, Schedule
 from .device import CPU, generators
 from .mailbox import Spec, Tensors
+
+__all__ = ["COUNT", "Boundaries", "Recompute", "Stage", "Trace", "digest", "handed_on", "set_parameter", "trace"]
 
 COUNT = Spec((), torch.float64)
 
@@ -85,19 +88,6 @@ def digest(stage: nn.Module) -> str:
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     path, _, attribute = name.rpartition(".")
     setattr(module.get_submodule(path), attribute, parameter)
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """What is forgotten after the forward and computed anew on the way back: nothing, the whole stage, or
-    `layers` layers at a time, of which only the input is kept."""
-
-    what: str = "none"  # none, stage or layer
-    layers: int = 1
-
-    def segments(self, layers: range) -> list[range]:
-        size = self.layers if self.what == "layer" else len(layers)
-        return [layers[start : start + size] for start in range(0, len(layers), size)]
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,21 @@ class OpCosts(Protocol):
     def sends_block(self) -> bool:
         """Whether a worker is busy while what it sends is on its way."""
 
+    @property
+    def allreduces_queue(self) -> bool:
+        """Whether a worker's all-reduces take turns, as they do where one port carries them all."""
+
 
 def timed(schedule: Schedule, costs: OpCosts) -> Iterator[tuple[int, Op, float, float]]:
     """Yield worker, op, start and end, in an order in which the ops can be done.
 
     An op starts once its worker is free and all it needs has arrived. An all-reduce runs in the background,
-    from the moment its last replica starts it, and an update waits for it. Only sums and maxima are
-    formed, so exact costs (int, Fraction) give exact times.
+    from the moment its last replica starts it, and an update waits for it; where they queue, also once those
+    that its worker has started before are done. Only sums and maxima are formed, so exact costs (int, Fraction)
+    give exact times.
     """
     costs = costs.on(schedule)
+    summed: list[float] = [0] * schedule.depth  # when a worker's all-reduces so far are done, if they queue
     free: list[float] = [0] * schedule.depth
     ready: dict[Op, float] = {}  # when what an op made is at hand where it was made
     pipes = schedule.pipes
@@ -50,7 +56,11 @@ def timed(schedule: Schedule, costs: OpCosts) -> Iterator[tuple[int, Op, float, 
                 start = at
         end = start + costs.seconds(op)
         free[worker] = end + (costs.transfer(op, worker, sends_to[op]) if op in sends_to else 0)
-        ready[op] = start + costs.allreduce(op) if op.kind is Kind.REDUCE else end
+        ready[op] = end
+        if op.kind is Kind.REDUCE:
+            ready[op] = max(start, summed[worker]) + costs.allreduce(op)
+            if costs.allreduces_queue:
+                summed[worker] = ready[op]
         yield worker, op, start, end
 
 

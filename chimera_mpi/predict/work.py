@@ -1,0 +1,273 @@
+"""What the layers of a model do with a sample, and what they hold meanwhile: closed forms for GPT and BERT.
+
+All follow from how torch computes the layers of models/gpt.py and models/bert.py. Counted are the tensors that its
+autograd keeps, not what allocators add. In the size of its input, [tokens, hidden], a transformer block keeps 16
+tensors: the inputs of its two LayerNorms, those of its four linear layers (1 + 1 + 1 + 4), queries, keys and values
+(3), what GELU takes (4), less the one that attention and the layer behind it share; dropout and attention that is not
+fused keep more. Of these 9 enter the gradients of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import InputError
+from ..schedule import nearest
+
+PRECISION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+STATE_NUMBERS = {"adamw": 2, "lamb": 2, "sgd": 1, "adafactor": 0}  # of a parameter; adafactor's are of rows and columns
+COUNT_BYTES = 8  # the number of targets, which rides back with the gradients
+INDEX_BYTES = 8  # of a token id
+MASKED_SHARE = 0.15  # of BERT's tokens
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What a layer does with one sample, and what it holds. Bytes are of the precision that `Work` was made for.
+
+    The gradient of its largest matrix, of `matrix_bytes`, is apart for a moment before it is added to that of the
+    step, whatever the number of samples. What else the backward then has may be less than the most it ever has.
+    """
+
+    kind: str  # layers of a kind are alike
+    parameters: int  # a tied copy counts
+    forward_flops: float  # per sample; multiply-adds are 2, and causal attention counts in full
+    backward_flops: float  # per sample, of both halves
+    input_bytes: float  # per sample: what is kept under recomputation, and what travels if a stage begins here
+    output_bytes: float  # per sample
+    activation_bytes: float  # per sample: what autograd keeps for the backward, its input included
+    deferred_bytes: float  # per sample: what is left of that between the halves of a split backward, gradients included
+    working_bytes: float  # per sample: the most that its backward has in addition, the output's gradient included
+    matrix_bytes: float = 0
+    beside_matrix_bytes: float = 0  # per sample: what the backward has in addition while it has `matrix_bytes`
+
+    def backward_peak_bytes(self, samples: float) -> float:
+        """The most that its backward has in addition to what is kept."""
+        return max(samples * self.working_bytes, samples * self.beside_matrix_bytes + self.matrix_bytes)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model as its layers. Bytes are those of one parameter."""
+
+    layers: tuple[LayerWork, ...]
+    parameter_bytes: int  # in the precision that is computed in
+    master_bytes: int  # of a copy in single precision beside it, or 0
+    gradient_bytes: int  # of what adds up and is summed over replicas
+    state_bytes: int  # of the optimizer
+    count_bytes: float = COUNT_BYTES  # what a message on the way back has beside gradients, whatever the samples
+    tied_parameters: int = 0  # that the last layer shares with the first: one copy where a stage has both
+
+    @cached_property
+    def parameters(self) -> int:
+        """How many numbers the model learns, tied ones counted once."""
+        return sum(layer.parameters for layer in self.layers) - self.tied_parameters
+
+    @cached_property
+    def flops(self) -> float:
+        """Of forward and backward of one sample."""
+        return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
+
+
+def work_in(layers: Sequence[LayerWork], precision: str, optimizer: str, momentum: float, tied: int = 0) -> Work:
+    """The work of these layers, trained like that. Raises InputError for a precision or an optimizer that is not."""
+    size = _of(PRECISION_BYTES, "precision", precision)
+    single = max(size, 4)
+    numbers = _of(STATE_NUMBERS, "optimizer", optimizer) * (optimizer != "sgd" or momentum > 0)
+    return Work(
+        layers=tuple(layers),
+        parameter_bytes=size,
+        master_bytes=single if size < 4 else 0,
+        gradient_bytes=single,
+        state_bytes=single * numbers,
+        tied_parameters=tied,
+    )
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The bytes of what layers keep: numbers, statistics of a LayerNorm, sums, and marks of a dropout that is on.
+
+    `fused` attention keeps, of its scores, one sum for each token; otherwise they are kept whole, in single precision
+    at least. Torch fuses it, except on the CPU with dropout, and on a GPU in double precision.
+    """
+
+    number: int
+    statistic: int
+    sum: int
+    mark: int
+    fused: bool
+
+    @staticmethod
+    def of(precision: str, dropout: float, device: str, fused: bool | None) -> Numbers:
+        size = _of(PRECISION_BYTES, "precision", precision)
+        on_cpu = device == "cpu"
+        as_torch = not dropout if on_cpu else size < 8
+        return Numbers(
+            number=size,
+            statistic=size if on_cpu else max(size, 4),
+            sum=max(size, 4),
+            mark=(size if on_cpu else 1) if dropout else 0,
+            fused=as_torch if fused is None else fused,
+        )
+
+
+def gpt_work(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocabulary: int,
+    positions: int,
+    sequence_length: int,
+    tied: bool = True,
+    dropout: float = 0.0,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    momentum: float = 0.9,
+    device: str = "cpu",
+    fused: bool | None = None,
+) -> Work:
+    """Of `models.gpt`, its loss included. `device` is "cpu" or "cuda"; `fused`: see `Numbers`. Raises InputError."""
+    of = Numbers.of(precision, dropout, device, fused)
+    width = sequence_length * hidden * of.number  # of [tokens, hidden]
+    embedding = LayerWork(
+        kind="embedding",
+        parameters=(vocabulary + positions) * hidden,
+        forward_flops=0,
+        backward_flops=0,
+        input_bytes=INDEX_BYTES * sequence_length,
+        output_bytes=width,
+        activation_bytes=INDEX_BYTES * sequence_length + sequence_length * hidden * of.mark,
+        deferred_bytes=INDEX_BYTES * sequence_length + sequence_length * hidden * of.mark,
+        working_bytes=2 * width if dropout else width,
+        matrix_bytes=max(vocabulary, positions) * hidden * of.number,
+        beside_matrix_bytes=2 * width if dropout else width,
+    )
+    logits = sequence_length * vocabulary
+    flops = 2 * logits * hidden
+    statistics = 2 * sequence_length * of.statistic
+    head = LayerWork(
+        kind="head",
+        parameters=(vocabulary + 2) * hidden,
+        forward_flops=flops,
+        backward_flops=2 * flops,
+        input_bytes=width,
+        output_bytes=logits * of.number,
+        # Inputs of the LayerNorm and of the matrix, the logarithms of all probabilities, and the targets.
+        activation_bytes=2 * width + statistics + logits * of.sum + INDEX_BYTES * sequence_length,
+        deferred_bytes=3 * width + statistics + logits * of.number,
+        working_bytes=2 * logits * of.sum,
+        matrix_bytes=vocabulary * hidden * of.number,
+        beside_matrix_bytes=width + logits * (of.number - of.sum),
+    )
+    block = _block(sequence_length, hidden, heads, of)
+    tied_parameters = vocabulary * hidden if tied else 0
+    return work_in((embedding, *[block] * layers, head), precision, optimizer, momentum, tied_parameters)
+
+
+def bert_work(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocabulary: int,
+    positions: int,
+    sequence_length: int,
+    segments: int = 2,
+    masked: int | None = None,
+    tied: bool = True,
+    dropout: float = 0.0,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    momentum: float = 0.9,
+    device: str = "cpu",
+    fused: bool | None = None,
+) -> Work:
+    """Of `models.bert`, without a mask, and its loss, for which `masked` tokens of a sample are to be found: by default
+    15 %. `device` is "cpu" or "cuda"; `fused`: see `Numbers`. Raises InputError."""
+    of = Numbers.of(precision, dropout, device, fused)
+    found = max(1, round(MASKED_SHARE * sequence_length)) if masked is None else masked
+    width = sequence_length * hidden * of.number  # of [tokens, hidden]
+    statistics = 2 * sequence_length * of.statistic
+    embedded = 2 * INDEX_BYTES * sequence_length + width + statistics + sequence_length * hidden * of.mark
+    embedding = LayerWork(
+        kind="embedding",
+        parameters=(vocabulary + positions + segments + 2) * hidden,
+        forward_flops=0,
+        backward_flops=0,
+        input_bytes=2 * INDEX_BYTES * sequence_length,
+        output_bytes=width,
+        activation_bytes=embedded,
+        deferred_bytes=embedded,
+        working_bytes=2 * width,
+        matrix_bytes=max(vocabulary, positions) * hidden * of.number,
+        beside_matrix_bytes=width,
+    )
+    logits, rows = sequence_length * vocabulary, found * vocabulary
+    flops = 2 * hidden * (sequence_length * (hidden + vocabulary) + hidden + 2)
+    head = LayerWork(
+        kind="head",
+        parameters=2 * hidden * (hidden + 1) + 2 * hidden + (vocabulary + 2) * (hidden + 1),
+        forward_flops=flops,
+        backward_flops=2 * flops,
+        input_bytes=width,
+        output_bytes=(logits + 2) * of.number,
+        activation_bytes=4 * width + statistics + hidden * of.number + _pretraining_bytes(found, vocabulary, of),
+        deferred_bytes=5 * width + statistics + (2 * hidden + logits + 2) * of.number,
+        working_bytes=max(2 * rows * of.sum, (logits + rows) * of.number - rows * of.sum),
+        matrix_bytes=vocabulary * hidden * of.number,
+        beside_matrix_bytes=width + logits * of.number - rows * of.sum,
+    )
+    block = _block(sequence_length, hidden, heads, of)
+    tied_parameters = vocabulary * hidden if tied else 0
+    return work_in((embedding, *[block] * layers, head), precision, optimizer, momentum, tied_parameters)
+
+
+def _pretraining_bytes(found: int, vocabulary: int, of: Numbers) -> float:
+    """What BERT's loss keeps: logarithms of probabilities, targets and weights of the tokens to be found; and of the
+    two answers of the next sentence."""
+    of_words = found * (vocabulary * of.sum + 2 * INDEX_BYTES + of.sum)
+    return of_words + 2 * of.sum + INDEX_BYTES
+
+
+def _block(tokens: int, hidden: int, heads: int, of: Numbers) -> LayerWork:
+    """A transformer block, its LayerNorms before or behind its halves."""
+    width = tokens * hidden * of.number
+    statistics = 4 * tokens * of.statistic
+    marks = tokens * hidden * of.mark
+    flops = 24 * tokens * hidden * hidden + 4 * tokens * tokens * hidden
+    return LayerWork(
+        kind="block",
+        parameters=(12 * hidden + 13) * hidden,
+        forward_flops=flops,
+        backward_flops=2 * flops,
+        input_bytes=width,
+        output_bytes=width,
+        activation_bytes=12 * width + statistics + 2 * marks + _attention_bytes(tokens, hidden, heads, of),
+        deferred_bytes=20 * width + statistics,
+        working_bytes=5 * width + (width - marks if of.mark else 0),
+        matrix_bytes=4 * hidden * hidden * of.number,
+        beside_matrix_bytes=5 * width + (width - marks if of.mark else 0),
+    )
+
+
+def _attention_bytes(tokens: int, hidden: int, heads: int, of: Numbers) -> float:
+    """Queries, keys, values and what comes out; then a sum for each row of scores, or the shares that they become, and
+    with dropout those that are left and which they are."""
+    out = tokens * hidden * of.number
+    if of.fused:
+        return 4 * out + tokens * heads * of.sum
+    scores = heads * tokens * tokens
+    kept = scores * of.sum
+    if of.mark:
+        kept += scores * of.sum + scores * (of.sum if of.mark > 1 else 1)
+    return out + 3 * tokens * hidden * of.sum + kept
+
+
+def _of(table: dict[str, int], key: str, name: str) -> int:
+    if name not in table:
+        raise InputError(f"{key}={name!r} is unknown: {nearest(name, list(table))}")
+    return table[name]

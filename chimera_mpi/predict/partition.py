@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..schedule import Schedule
 from .costs import Costs
 
-Cuts = list[range]  # of each stage, its layers
+Cuts = Sequence[range]  # of each stage, its layers
 
 
 @dataclass(frozen=True)
@@ -167,5 +167,5 @@ def _loads(costs: Sequence[float], points: Sequence[int], schedule: Schedule) ->
     return loads
 
 
-def _ranges(points: Sequence[int], layers: int) -> Cuts:
+def _ranges(points: Sequence[int], layers: int) -> list[range]:
     return [range(start, end) for start, end in pairwise([0, *points, layers])]

@@ -1,0 +1,464 @@
+"""Choose how to train a model on a machine: scheme, depth, width, micro-batch, recomputation, partition and the rest.
+
+All that can be chosen is laid out, each choice with a bound below which its step cannot be (see `bounds`). The search
+takes the lowest bound first, looks whether memory is enough, simulates, and passes over what by its bound cannot be
+shown any more: so it finds what simulating everything would. The replicas of a pipeline group do alike, so one group
+is looked at, however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from math import inf, sqrt
+from typing import NamedTuple
+
+from ..errors import InputError
+from ..schedule import SCHEMES, STREAMS, SYNCS, Schedule, ScheduleError, build, paused_collector
+from ..schedule.schemes import LIVE
+from ..schedule.timing import makespan
+from .bounds import Post, least_steady_step_s, least_step_s, posts
+from .costs import Costs
+from .estimate import Choice, Estimate, costs_of, estimate, stepped
+from .footprint import memory_of
+from .machine import Machine
+from .partition import Cuts, cut_quickly
+from .performance import Weighted
+from .work import Work
+
+Options = tuple[tuple[str, int | str], ...]
+
+SYNCHRONOUS = tuple(scheme for scheme in SCHEMES if scheme not in STREAMS)
+RIVAL = "1f1b"  # what a choice is measured by
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen: by default any depth that divides the workers, and all that keeps the update of one process.
+
+    "layers" recomputes a few layers at a time; "balanced" shares out the layers' seconds evenly to the workers.
+    """
+
+    schemes: tuple[str, ...] = SYNCHRONOUS
+    depths: tuple[int, ...] | None = None
+    largest_micro_batch: int | None = None
+    recompute: tuple[str | int, ...] = ("none", "stage", "layer", "layers")
+    syncs: tuple[str, ...] = ("eager_opt", "eager", "lazy")
+    partitions: tuple[str, ...] = ("uniform", "balanced")
+    sharded: bool = False
+
+    def __post_init__(self) -> None:
+        assert set(self.syncs) <= set(SYNCS)
+
+
+class Family(NamedTuple):
+    """Schedules that differ in their number of micro-batches only."""
+
+    scheme: str
+    depth: int
+    options: Options
+
+
+class Batch(NamedTuple):
+    """Samples of the largest micro-batch, and how many micro-batches a pipeline group has in a step."""
+
+    size: int
+    count: int
+
+
+class Unfit(NamedTuple):
+    """A choice whose fullest worker lacks so many bytes."""
+
+    estimate: Estimate
+    lacking_bytes: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search has found, the fastest first: of each scheme, depth and micro-batch size the best choice.
+
+    `rival` is the best 1F1B that fits. `unfit` would be faster than the best and lacks the least memory of such.
+    """
+
+    mini_batch: int
+    best: tuple[Estimate, ...]
+    rival: Estimate | None
+    unfit: Unfit | None
+    considered: int
+    simulated: int
+
+    def samples_per_s(self, found: Estimate) -> float:
+        """Of the mini-batch as it is: where it is not shared out evenly, not all micro-batches are of the same size."""
+        return self.mini_batch / found.step_s
+
+
+Tell = Callable[[int, int, float], None]  # choices that are settled, all of them, the best step so far in seconds
+
+
+def tell_nobody(settled: int, of: int, best_s: float) -> None:
+    pass
+
+
+@paused_collector()
+def search(
+    work: Work,
+    machine: Machine,
+    workers: int,
+    mini_batch: int,
+    space: Space = Space(),
+    keep: int = 10,
+    tell: Tell = tell_nobody,
+) -> Outcome:
+    """The `keep` best choices for a step of `mini_batch` samples on `workers` workers.
+
+    Raises InputError, with the numbers, if there is no choice at all, or none that fits into the machine's memory.
+    """
+    bench = _Bench(work, machine)
+    candidates = sorted(_candidates(bench, space, workers, mini_batch), key=lambda candidate: candidate.bound_s)
+    if not candidates:
+        raise InputError(_no_choice(space, work, workers, mini_batch))
+    ranking, unfit, simulated = _Ranking(keep), [], 0
+    for settled, candidate in enumerate(candidates):
+        tell(settled, len(candidates), ranking.best_s)
+        if ranking.wants(candidate):
+            lacking = bench.lacking_bytes(candidate.choice)
+            if lacking > 0:
+                unfit.append(candidate)
+            else:
+                ranking.add(candidate, bench.step_s(candidate.choice))
+                simulated += 1
+    if not ranking.best:
+        raise InputError(_nothing_fits(bench, unfit, workers, mini_batch))
+    return Outcome(
+        mini_batch,
+        best=tuple(estimate(work, machine, choice) for choice in ranking.best),
+        rival=estimate(work, machine, ranking.rival) if ranking.rival else None,
+        unfit=_nearest_unfit(bench, unfit, ranking.best_s),
+        considered=len(candidates),
+        simulated=simulated,
+    )
+
+
+def choices(work: Work, machine: Machine, workers: int, mini_batch: int, space: Space = Space()) -> list[Choice]:
+    """All that there is to choose from, whether it fits or not."""
+    return [candidate.choice for candidate in _candidates(_Bench(work, machine), space, workers, mini_batch)]
+
+
+class _Candidate(NamedTuple):
+    """A choice that is not simulated yet."""
+
+    bound_s: float
+    choice: Choice
+
+    @property
+    def row(self) -> tuple[str, int, int]:
+        """Of the candidates of one row only the best is shown."""
+        return self.choice.scheme, self.choice.depth, self.choice.micro_batch_size
+
+
+class _Ranking:
+    """The best steps so far, and what a candidate must be faster than to be shown."""
+
+    def __init__(self, keep: int):
+        self._keep = keep
+        self._rows: dict[tuple[str, int, int], tuple[float, Choice]] = {}
+        self._ranked: list[tuple[float, Choice]] = []
+        self._last_s = self._rival_s = self.best_s = inf
+
+    @property
+    def best(self) -> list[Choice]:
+        return [choice for _, choice in self._ranked[: self._keep]]
+
+    @property
+    def rival(self) -> Choice | None:
+        return next((choice for _, choice in self._ranked if choice.scheme == RIVAL), None)
+
+    def wants(self, candidate: _Candidate) -> bool:
+        """Whether a step of the candidate's bound would change what is shown."""
+        last_s = max(self._last_s, self._rival_s) if candidate.choice.scheme == RIVAL else self._last_s
+        return candidate.bound_s < min(last_s, self._rows.get(candidate.row, (inf,))[0])
+
+    def add(self, candidate: _Candidate, step_s: float) -> None:
+        if step_s >= self._rows.get(candidate.row, (inf,))[0]:
+            return
+        self._rows[candidate.row] = step_s, candidate.choice
+        self._ranked = sorted(self._rows.values(), key=lambda row: row[0])
+        self.best_s = self._ranked[0][0]
+        self._last_s = self._ranked[self._keep - 1][0] if len(self._ranked) >= self._keep else inf
+        self._rival_s = next((s for s, choice in self._ranked if choice.scheme == RIVAL), inf)
+
+
+# ---- what there is to choose from
+
+
+def _candidates(bench: _Bench, space: Space, workers: int, mini_batch: int) -> Iterator[_Candidate]:
+    for family in _families(bench, space, workers, mini_batch):
+        width = workers // family.depth
+        stages, replicas = bench.placement(family).stages, width * len(bench.placement(family).pipes)
+        syncs = space.syncs if replicas > 1 and family.scheme not in STREAMS else space.syncs[:1]
+        for batch in batches(family.scheme, mini_batch, width, space.largest_micro_batch):
+            if not _has_sense(family, batch):
+                continue
+            for recompute in _recomputations(space.recompute, len(bench.work.layers) // stages):
+                for cuts in bench.partitions(space.partitions, family, batch.size):
+                    choice = Choice(
+                        scheme=family.scheme,
+                        depth=family.depth,
+                        width=width,
+                        micro_batch_size=batch.size,
+                        micro_batches=batch.count,
+                        recompute=recompute,
+                        options=family.options,
+                        sync=syncs[0],
+                        sharded=space.sharded,
+                        cuts=cuts,
+                    )
+                    bound_s = bench.bound_s(choice)
+                    yield from (_Candidate(bound_s, replace(choice, sync=sync)) for sync in syncs)
+
+
+def _families(bench: _Bench, space: Space, workers: int, mini_batch: int) -> Iterator[Family]:
+    for depth in range(1, min(workers, len(bench.work.layers)) + 1):
+        if workers % depth or workers // depth > mini_batch or depth not in (space.depths or [depth]):
+            continue
+        # A worker by itself has no pipeline: there all schemes that keep least in memory are one.
+        alone = [RIVAL] if RIVAL in space.schemes else space.schemes[:1]
+        for scheme in alone if depth == 1 else space.schemes:
+            families = (Family(scheme, depth, options) for options in _options(scheme, depth))
+            yield from (family for family in families if bench.is_possible(family, space.sharded))
+
+
+def _options(scheme: str, depth: int) -> Iterator[Options]:
+    """What a scheme can be asked for. Backward halving is doubling with micro-batches of half the size."""
+    if scheme == "chimera":
+        for pairs in (f for f in range(1, depth // 2 + 1) if depth % (2 * f) == 0):
+            of_pairs: Options = (("pairs", pairs),) if pairs > 1 else ()
+            yield of_pairs
+            yield (("concat", "doubling"), *of_pairs)
+    elif scheme == "interleaved":
+        yield from ((("chunks", chunks),) for chunks in (2, 3, 4, 6, 8))
+    elif scheme == "hanayo":
+        yield from ((("waves", waves),) for waves in (1, 2, 4))
+    else:
+        yield ()
+
+
+def batches(scheme: str, mini_batch: int, width: int, largest: int | None = None) -> list[Batch]:
+    """The ways to cut a pipeline group's share of a mini-batch, the smallest micro-batches first.
+
+    In micro-batches of a power of two, and of other sizes up to 16 that leave no rest. With a rest, some have a
+    sample less than the others. PipeDream updates after each micro-batch, so it has one in a step.
+    """
+    share = -(-mini_batch // width)
+    sizes = {1 << k for k in range(share.bit_length())} | {size for size in range(1, 17) if share % size == 0}
+    counts = {min(-(-share // size), mini_batch // width) for size in sizes}
+    cut = (Batch(-(-mini_batch // (width * n)), n) for n in ({1} if scheme == "pipedream" else counts))
+    return sorted(batch for batch in cut if batch.size <= (largest or batch.size))
+
+
+def _has_sense(family: Family, batch: Batch) -> bool:
+    """Whether a scheme can have so many micro-batches, and does not do then what another family does as well."""
+    if family.scheme == "pipedream_2bw":
+        return batch.count >= family.depth
+    return ("concat", "doubling") not in family.options or batch.count >= 2 * family.depth
+
+
+def _recomputations(allowed: Iterable[str | int], layers: int) -> list[str | int]:
+    """Of stages of so many layers; of a few at a time as many as keep about as much as they need for a moment."""
+    few = round(sqrt(layers))
+    named = {"none": "none", "stage": "stage"} | ({"layer": "layer"} if layers > 1 else {})
+    return [named.get(str(asked), few) for asked in allowed if asked in named or (asked == "layers" and few > 1)]
+
+
+# ---- what a choice comes to
+
+
+class _Bench:
+    """A model on a machine, and what the search asks of them again and again."""
+
+    def __init__(self, work: Work, machine: Machine):
+        self.work, self.machine = work, machine
+        self.placement = lru_cache(maxsize=None)(_placement)
+        self._stepped = lru_cache(maxsize=128)(stepped)
+        self._balanced = lru_cache(maxsize=None)(cut_quickly)
+        self._frames: dict[tuple[Choice, tuple[tuple[int, ...], ...], bool], _Frame] = {}
+
+    def is_possible(self, family: Family, sharded: bool) -> bool:
+        """Whether there is such a pipeline with a layer for each stage; and, sharded, no stage twice on a worker."""
+        try:
+            placement = self.placement(family)
+        except ScheduleError:
+            return False
+        held = ([stage for _, stage in placement.places(worker)] for worker in range(placement.depth))
+        twice = sharded and any(len(stages) > len(set(stages)) for stages in held)
+        return placement.stages <= len(self.work.layers) and not twice
+
+    def partitions(self, allowed: Iterable[str], family: Family, size: int) -> list[Cuts | None]:
+        """None is uniform."""
+        return [None if name == "uniform" else self._cut(family, size) for name in allowed]
+
+    def _cut(self, family: Family, size: int) -> Cuts:
+        seconds = [self.machine.forward_s(of, size) + self.machine.backward_s(of, size) for of in self.work.layers]
+        longest = max(seconds) or 1
+        # To the per cent, so that other sizes of micro-batches ask for the same cuts.
+        return tuple(self._balanced(tuple(round(s / longest, 2) for s in seconds), self.placement(family)))
+
+    def bound_s(self, choice: Choice) -> float:
+        """Seconds below which no step of the choice is."""
+        of, live = self._frame(choice).posts, _live(choice, self.placement(_family(choice)))
+        if choice.scheme in STREAMS:
+            updates = choice.micro_batches if choice.scheme == "pipedream" else 1
+            return _ROUNDED * least_steady_step_s(of, choice.micro_batches, live, updates)
+        return _ROUNDED * least_step_s(of, choice.micro_batches, live)
+
+    def step_s(self, choice: Choice) -> float:
+        """As `estimate` says."""
+        costs = self._frame(choice).costs
+        return sum(weight * makespan(schedule, costs) for weight, schedule in self._steps(choice))
+
+    def lacking_bytes(self, choice: Choice) -> float:
+        """What the fullest worker lacks, 0 or less if it has enough. If it lacks much, no more than is known at once."""
+        least = max(memory.total_bytes for memory in memory_of(self.work, choice, self.placement(_family(choice))))
+        if least > self.machine.memory_bytes:
+            return least - self.machine.memory_bytes
+        return self.needed_bytes(choice) - self.machine.memory_bytes
+
+    def needed_bytes(self, choice: Choice) -> float:
+        """On the fullest worker."""
+        return needed_bytes(self.work, choice, self._steps(choice))
+
+    def _steps(self, choice: Choice) -> Weighted:
+        """Its schedules; they are those of all choices with its ops."""
+        return self._stepped(replace(choice, width=1, micro_batch_size=1, recompute="none", sharded=False, cuts=None))
+
+    def _frame(self, choice: Choice) -> _Frame:
+        """That of all choices with its placement, whatever the number and the order of their ops."""
+        recompute = "none" if choice.recompute == "none" else "stage"
+        placement = self.placement(_family(choice))
+        alike = replace(choice, scheme="", options=(), sync="", micro_batches=1, recompute=recompute)
+        key = alike, placement.pipes, bool(placement.split)
+        if key not in self._frames:
+            costs = costs_of(self.work, self.machine, alike, placement)
+            self._frames[key] = _Frame(costs, posts(placement, costs))
+        return self._frames[key]
+
+
+class _Frame(NamedTuple):
+    """What the ops cost, and what that makes of the workers' steps at least."""
+
+    costs: Costs
+    posts: tuple[Post, ...]
+
+
+_ROUNDED = 1 - 1e-9  # bound and simulation add the same numbers in different orders
+
+
+def _family(choice: Choice) -> Family:
+    return Family(choice.scheme, choice.depth, choice.options)
+
+
+def _placement(family: Family) -> Schedule:
+    """The shortest schedule of a family. Raises ScheduleError if there is none."""
+    shortest = family.depth if family.scheme == "pipedream_2bw" else 1
+    return build(family.scheme, family.depth, shortest, **dict(family.options))
+
+
+class _Shape(NamedTuple):
+    """What tells how many activations a schedule keeps."""
+
+    depth: int
+    stages: int
+    micro_batches: int
+
+
+def _live(choice: Choice, placement: Schedule) -> int:
+    return LIVE[choice.scheme](_Shape(placement.depth, placement.stages, choice.micro_batches))
+
+
+def needed_bytes(work: Work, choice: Choice, steps: Weighted) -> float:
+    """On the fullest worker, in a step that is made up of `steps` (see `stepped`)."""
+    found = [(weight, [of.total_bytes for of in memory_of(work, choice, schedule)]) for weight, schedule in steps]
+    if choice.scheme in STREAMS:
+        return max(found[-1][1])
+    by_worker = zip(*([weight * total for total in totals] for weight, totals in found), strict=True)
+    return max(map(sum, by_worker))
+
+
+# ---- what does not fit, or cannot be
+
+
+def _nearest_unfit(bench: _Bench, unfit: Sequence[_Candidate], best_s: float) -> Unfit | None:
+    """Of what is faster than the best, what lacks least memory."""
+    tried = 0
+    for lacking, choice in _by_lack(bench, (c.choice for c in unfit if c.bound_s < best_s)):
+        if bench.step_s(choice) < best_s:
+            return Unfit(estimate(bench.work, bench.machine, choice), lacking)
+        tried += 1
+        if tried == _UNFIT_TRIED:
+            break
+    return None
+
+
+_UNFIT_TRIED = 40
+
+
+def _by_lack(bench: _Bench, choices: Iterable[Choice]) -> Iterator[tuple[float, Choice]]:
+    """Bytes that choices lack, and they; the least first. What lacks much is looked at closely only in its turn."""
+    line = [(bench.lacking_bytes(choice), False, at, choice) for at, choice in enumerate(choices)]
+    heapify(line)
+    while line:
+        lacking, exact, at, choice = heappop(line)
+        if exact:
+            yield lacking, choice
+        else:
+            heappush(line, (bench.needed_bytes(choice) - bench.machine.memory_bytes, True, at, choice))
+
+
+def _nothing_fits(bench: _Bench, unfit: Sequence[_Candidate], workers: int, mini_batch: int) -> str:
+    lacking, choice = next(_by_lack(bench, (candidate.choice for candidate in unfit)))
+    limit = bench.machine.memory_bytes
+    return (
+        f"nothing fits into the memory of {bench.machine.name}: {mini_batch} samples on {workers} workers need at least "
+        f"{gigabytes(limit + lacking)} on one of them ({described(choice)}), and it has {gigabytes(limit)}: "
+        f"{_more_room(choice)}"
+    )
+
+
+def _more_room(choice: Choice) -> str:
+    smaller = " or a smaller model" if choice.sharded else ", or share out the optimizer: optimizer_sharding=replicas"
+    return f"try more workers{smaller}"
+
+
+def described(choice: Choice) -> str:
+    """In a few words: `chimera D=32 W=16 B=1 N=32, recomputing layer`."""
+    options = "".join(f" {name}={value}" for name, value in choice.options)
+    again = "" if choice.recompute == "none" else f", recompute={choice.recompute}"
+    cut = "" if choice.cuts is None else ", balanced"
+    return (
+        f"{choice.scheme}{options} D={choice.depth} W={choice.width} B={choice.micro_batch_size} "
+        f"N={choice.micro_batches}{again}{cut}"
+    )
+
+
+def gigabytes(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.3g} MB"
+
+
+def _no_choice(space: Space, work: Work, workers: int, mini_batch: int) -> str:
+    layers = len(work.layers)
+    depths = [depth for depth in range(1, min(workers, layers) + 1) if workers % depth == 0]
+    asked = [depth for depth in depths if depth in (space.depths or depths)]
+    if not asked:
+        return f"no depth of {space.depths} divides {workers} workers into stages of {layers} layers: try one of {depths}"
+    if mini_batch * max(asked) < workers:
+        return (
+            f"a mini-batch of {mini_batch} leaves some of {workers} workers without a sample, as pipelines of {layers} "
+            f"layers take at most {max(asked)} workers: give at least {-(-workers // max(asked))} samples, "
+            f"or at most {mini_batch * max(asked)} workers"
+        )
+    return (
+        f"none of {', '.join(space.schemes)} can share out {layers} layers to {workers} workers "
+        f"with a mini-batch of {mini_batch}: allow more schemes or depths ({', '.join(map(str, depths))})"
+    )

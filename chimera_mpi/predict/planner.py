@@ -8,7 +8,7 @@ is looked at, however many there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
@@ -16,7 +16,7 @@ from math import inf, sqrt
 from typing import NamedTuple
 
 from ..errors import InputError
-from ..schedule import SCHEMES, STREAMS, SYNCS, Schedule, ScheduleError, build, paused_collector
+from ..schedule import SCHEMES, STREAMS, Schedule, build, check_compatible, paused_collector
 from ..schedule.schemes import LIVE
 from ..schedule.timing import makespan
 from .bounds import Post, least_steady_step_s, least_step_s, posts
@@ -24,7 +24,7 @@ from .costs import Costs
 from .estimate import Choice, Estimate, costs_of, estimate, stepped
 from .footprint import memory_of
 from .machine import Machine
-from .partition import Cuts, cut_quickly
+from .partition import Cuts, cut_quickly, cut_uniformly
 from .performance import Weighted
 from .work import Work
 
@@ -48,9 +48,7 @@ class Space:
     syncs: tuple[str, ...] = ("eager_opt", "eager", "lazy")
     partitions: tuple[str, ...] = ("uniform", "balanced")
     sharded: bool = False
-
-    def __post_init__(self) -> None:
-        assert set(self.syncs) <= set(SYNCS)
+    fp16: bool = False
 
 
 class Family(NamedTuple):
@@ -88,6 +86,7 @@ class Outcome:
     unfit: Unfit | None
     considered: int
     simulated: int
+    left_out: tuple[str, ...] = ()  # why schemes that were asked for are in no choice
 
     def samples_per_s(self, found: Estimate) -> float:
         """Of the mini-batch as it is: where it is not shared out evenly, not all micro-batches are of the same size."""
@@ -138,6 +137,7 @@ def search(
         unfit=_nearest_unfit(bench, unfit, ranking.best_s),
         considered=len(candidates),
         simulated=simulated,
+        left_out=_left_out(bench, space, {candidate.choice.scheme for candidate in candidates}, workers),
     )
 
 
@@ -220,14 +220,19 @@ def _candidates(bench: _Bench, space: Space, workers: int, mini_batch: int) -> I
 
 
 def _families(bench: _Bench, space: Space, workers: int, mini_batch: int) -> Iterator[Family]:
-    for depth in range(1, min(workers, len(bench.work.layers)) + 1):
-        if workers % depth or workers // depth > mini_batch or depth not in (space.depths or [depth]):
+    for depth in _depths(bench.work, workers):
+        if workers // depth > mini_batch or depth not in (space.depths or [depth]):
             continue
         # A worker by itself has no pipeline: there all schemes that keep least in memory are one.
         alone = [RIVAL] if RIVAL in space.schemes else space.schemes[:1]
         for scheme in alone if depth == 1 else space.schemes:
             families = (Family(scheme, depth, options) for options in _options(scheme, depth))
-            yield from (family for family in families if bench.is_possible(family, space.sharded))
+            yield from (family for family in families if bench.why_not(family, space) is None)
+
+
+def _depths(work: Work, workers: int) -> list[int]:
+    """That workers and layers allow."""
+    return [depth for depth in range(1, min(workers, len(work.layers)) + 1) if workers % depth == 0]
 
 
 def _options(scheme: str, depth: int) -> Iterator[Options]:
@@ -285,15 +290,16 @@ class _Bench:
         self._balanced = lru_cache(maxsize=None)(cut_quickly)
         self._frames: dict[tuple[Choice, tuple[tuple[int, ...], ...], bool], _Frame] = {}
 
-    def is_possible(self, family: Family, sharded: bool) -> bool:
-        """Whether there is such a pipeline with a layer for each stage; and, sharded, no stage twice on a worker."""
+    def why_not(self, family: Family, space: Space) -> str | None:
+        """Why there is no such pipeline, or none with a layer for each stage, that trains this model like that."""
         try:
             placement = self.placement(family)
-        except ScheduleError:
-            return False
-        held = ([stage for _, stage in placement.places(worker)] for worker in range(placement.depth))
-        twice = sharded and any(len(stages) > len(set(stages)) for stages in held)
-        return placement.stages <= len(self.work.layers) and not twice
+            cut_uniformly(len(self.work.layers), placement.stages)
+            tied = placement.stages > 1 and self.work.tied_parameters > 0
+            check_compatible(placement, tied=tied, sharded=space.sharded, fp16=space.fp16)
+        except InputError as error:
+            return str(error)
+        return None
 
     def partitions(self, allowed: Iterable[str], family: Family, size: int) -> list[Cuts | None]:
         """None is uniform."""
@@ -360,8 +366,8 @@ def _family(choice: Choice) -> Family:
 
 
 def _placement(family: Family) -> Schedule:
-    """The shortest schedule of a family. Raises ScheduleError if there is none."""
-    shortest = family.depth if family.scheme == "pipedream_2bw" else 1
+    """The shortest schedule of a family; of a stream, with two updates. Raises ScheduleError if there is none."""
+    shortest = {"pipedream": 2, "pipedream_2bw": 2 * family.depth}.get(family.scheme, 1)
     return build(family.scheme, family.depth, shortest, **dict(family.options))
 
 
@@ -387,6 +393,18 @@ def needed_bytes(work: Work, choice: Choice, steps: Weighted) -> float:
 
 
 # ---- what does not fit, or cannot be
+
+
+def _left_out(bench: _Bench, space: Space, chosen: Collection[str], workers: int) -> tuple[str, ...]:
+    """A reason for each scheme that is in no choice."""
+    missing = [scheme for scheme in space.schemes if scheme not in chosen]
+    deep = [depth for depth in _depths(bench.work, workers) if depth > 1 and depth in (space.depths or [depth])]
+    families = (Family(scheme, depth, options) for scheme in missing for depth in deep for options in _options(scheme, depth))
+    reasons: dict[str, str] = {}
+    for family in families:
+        if reason := bench.why_not(family, space):
+            reasons.setdefault(family.scheme, reason)
+    return tuple(reasons.values())
 
 
 def _nearest_unfit(bench: _Bench, unfit: Sequence[_Candidate], best_s: float) -> Unfit | None:
@@ -447,8 +465,7 @@ def gigabytes(size_bytes: float) -> str:
 
 
 def _no_choice(space: Space, work: Work, workers: int, mini_batch: int) -> str:
-    layers = len(work.layers)
-    depths = [depth for depth in range(1, min(workers, layers) + 1) if workers % depth == 0]
+    layers, depths = len(work.layers), _depths(work, workers)
     asked = [depth for depth in depths if depth in (space.depths or depths)]
     if not asked:
         return f"no depth of {space.depths} divides {workers} workers into stages of {layers} layers: try one of {depths}"

@@ -24,6 +24,7 @@ COMMANDS = {
     "check": "check a schedule in a CSV file and draw it",
     "data": "make the token file that train reads",
     "train": "train a model on all ranks of an MPI job",
+    "plan": "choose how to train a model on a machine, and predict the step",
     "bench": "measure schedules on this machine and network, without a GPU",
     "report": "sum up a run and draw its planned and its measured step",
     "doctor": "look at this machine, try its MPI, compare training with one process",

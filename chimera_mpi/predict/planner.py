@@ -44,6 +44,7 @@ class Space:
     schemes: tuple[str, ...] = SYNCHRONOUS
     depths: tuple[int, ...] | None = None
     largest_micro_batch: int | None = None
+    micro_batch_size: int | None = None
     recompute: tuple[str | int, ...] = ("none", "stage", "layer", "layers")
     syncs: tuple[str, ...] = ("eager_opt", "eager", "lazy")
     partitions: tuple[str, ...] = ("uniform", "balanced")
@@ -198,7 +199,7 @@ def _candidates(bench: _Bench, space: Space, workers: int, mini_batch: int) -> I
         width = workers // family.depth
         stages, replicas = bench.placement(family).stages, width * len(bench.placement(family).pipes)
         syncs = space.syncs if replicas > 1 and family.scheme not in STREAMS else space.syncs[:1]
-        for batch in batches(family.scheme, mini_batch, width, space.largest_micro_batch):
+        for batch in batches(family.scheme, mini_batch, width, space):
             if not _has_sense(family, batch):
                 continue
             for recompute in _recomputations(space.recompute, len(bench.work.layers) // stages):
@@ -250,7 +251,7 @@ def _options(scheme: str, depth: int) -> Iterator[Options]:
         yield ()
 
 
-def batches(scheme: str, mini_batch: int, width: int, largest: int | None = None) -> list[Batch]:
+def batches(scheme: str, mini_batch: int, width: int, space: Space = Space()) -> list[Batch]:
     """The ways to cut a pipeline group's share of a mini-batch, the smallest micro-batches first.
 
     In micro-batches of a power of two, and of other sizes up to 16 that leave no rest. With a rest, some have a
@@ -258,9 +259,12 @@ def batches(scheme: str, mini_batch: int, width: int, largest: int | None = None
     """
     share = -(-mini_batch // width)
     sizes = {1 << k for k in range(share.bit_length())} | {size for size in range(1, 17) if share % size == 0}
+    if space.micro_batch_size:
+        sizes = {space.micro_batch_size}
     counts = {min(-(-share // size), mini_batch // width) for size in sizes}
     cut = (Batch(-(-mini_batch // (width * n)), n) for n in ({1} if scheme == "pipedream" else counts))
-    return sorted(batch for batch in cut if batch.size <= (largest or batch.size))
+    least, most = space.micro_batch_size or 1, space.micro_batch_size or space.largest_micro_batch or mini_batch
+    return sorted(batch for batch in cut if least <= batch.size <= most)
 
 
 def _has_sense(family: Family, batch: Batch) -> bool:
@@ -390,6 +394,11 @@ def needed_bytes(work: Work, choice: Choice, steps: Weighted) -> float:
         return max(found[-1][1])
     by_worker = zip(*([weight * total for total in totals] for weight, totals in found), strict=True)
     return max(map(sum, by_worker))
+
+
+def needed_of(work: Work, choice: Choice) -> float:
+    """Bytes that the fullest worker needs."""
+    return needed_bytes(work, choice, stepped(choice))
 
 
 # ---- what does not fit, or cannot be

@@ -66,7 +66,9 @@ def test_train_takes_what_plan_writes(source: str, more: list[str], tmp_path: Pa
     partition = best["partition"]
     assert partition == "uniform" or [cut.start for cut in job.cuts[1:]] == partition
     kept = load(source, [word for word in more if "=" in word]).model_dump()
-    assert all(getattr(config, key) == kept[key] for key in ("layers", "precision", "optimizer", "learning_rate", "tied"))
+    assert all(
+        getattr(config, key) == kept[key] for key in ("layers", "precision", "optimizer", "learning_rate", "tied")
+    )
 
 
 def test_streams_are_chosen_when_they_may_be_and_marked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +79,9 @@ def test_streams_are_chosen_when_they_may_be_and_marked(capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "pipedream_2bw*" in out and "* asynchronous" in out
     main([*asked, "tied=true", "--schemes", "1f1b,pipedream_2bw", "--asynchronous"])
-    assert "left out: pipedream_2bw holds its stages at several versions, tied weights at one" in capsys.readouterr().out
+    assert (
+        "left out: pipedream_2bw holds its stages at several versions, tied weights at one" in capsys.readouterr().out
+    )
 
 
 def test_scaling_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import inf, sqrt
 from typing import NamedTuple
 
@@ -329,7 +330,7 @@ class _Bench:
         return sum(weight * makespan(schedule, costs) for weight, schedule in self._steps(choice))
 
     def lacking_bytes(self, choice: Choice) -> float:
-        """What the fullest worker lacks, 0 or less if it has enough. If it lacks much, no more than is known at once."""
+        """What the fullest worker lacks, 0 or less if it has enough; where much is lacking, what is known at once."""
         least = max(memory.total_bytes for memory in memory_of(self.work, choice, self.placement(_family(choice))))
         if least > self.machine.memory_bytes:
             return least - self.machine.memory_bytes
@@ -408,7 +409,9 @@ def _left_out(bench: _Bench, space: Space, chosen: Collection[str], workers: int
     """A reason for each scheme that is in no choice."""
     missing = [scheme for scheme in space.schemes if scheme not in chosen]
     deep = [depth for depth in _depths(bench.work, workers) if depth > 1 and depth in (space.depths or [depth])]
-    families = (Family(scheme, depth, options) for scheme in missing for depth in deep for options in _options(scheme, depth))
+    families = (
+        Family(scheme, depth, options) for scheme in missing for depth in deep for options in _options(scheme, depth)
+    )
     reasons: dict[str, str] = {}
     for family in families:
         if reason := bench.why_not(family, space):
@@ -418,13 +421,10 @@ def _left_out(bench: _Bench, space: Space, chosen: Collection[str], workers: int
 
 def _nearest_unfit(bench: _Bench, unfit: Sequence[_Candidate], best_s: float) -> Unfit | None:
     """Of what is faster than the best, what lacks least memory."""
-    tried = 0
-    for lacking, choice in _by_lack(bench, (c.choice for c in unfit if c.bound_s < best_s)):
+    faster = _by_lack(bench, (candidate.choice for candidate in unfit if candidate.bound_s < best_s))
+    for lacking, choice in islice(faster, _UNFIT_TRIED):
         if bench.step_s(choice) < best_s:
             return Unfit(estimate(bench.work, bench.machine, choice), lacking)
-        tried += 1
-        if tried == _UNFIT_TRIED:
-            break
     return None
 
 
@@ -447,8 +447,8 @@ def _nothing_fits(bench: _Bench, unfit: Sequence[_Candidate], workers: int, mini
     lacking, choice = next(_by_lack(bench, (candidate.choice for candidate in unfit)))
     limit = bench.machine.memory_bytes
     return (
-        f"nothing fits into the memory of {bench.machine.name}: {mini_batch} samples on {workers} workers need at least "
-        f"{gigabytes(limit + lacking)} on one of them ({described(choice)}), and it has {gigabytes(limit)}: "
+        f"nothing fits into the memory of {bench.machine.name}: {mini_batch} samples on {workers} workers need "
+        f"at least {gigabytes(limit + lacking)} on one of them ({described(choice)}), and it has {gigabytes(limit)}: "
         f"{_more_room(choice)}"
     )
 
@@ -477,7 +477,9 @@ def _no_choice(space: Space, work: Work, workers: int, mini_batch: int) -> str:
     layers, depths = len(work.layers), _depths(work, workers)
     asked = [depth for depth in depths if depth in (space.depths or depths)]
     if not asked:
-        return f"no depth of {space.depths} divides {workers} workers into stages of {layers} layers: try one of {depths}"
+        return (
+            f"no depth of {space.depths} divides {workers} workers into stages of {layers} layers: try one of {depths}"
+        )
     if mini_batch * max(asked) < workers:
         return (
             f"a mini-batch of {mini_batch} leaves some of {workers} workers without a sample, as pipelines of {layers} "

@@ -129,7 +129,8 @@ SPACES = {
 
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize(
-    ("workers", "mini_batch", "memory_bytes", "busy"), [(4, 6, 1e12, 0), (4, 8, 3e8, 0.1), (6, 7, 2e8, 0.2), (3, 5, 4e8, 0)]
+    ("workers", "mini_batch", "memory_bytes", "busy"),
+    [(4, 6, 1e12, 0), (4, 8, 3e8, 0.1), (6, 7, 2e8, 0.2), (3, 5, 4e8, 0)],
 )
 def test_the_search_finds_what_simulating_everything_finds(
     space: str, workers: int, mini_batch: int, memory_bytes: float, busy: float
@@ -179,7 +180,7 @@ def test_any_number_of_workers_has_a_plan(workers: int) -> None:
 
 
 def test_what_cannot_be_chosen_is_refused_with_numbers() -> None:
-    with pytest.raises(InputError, match="a mini-batch of 2 leaves some of 64 workers without a sample.*8 samples"):
+    with pytest.raises(InputError, match=r"a mini-batch of 2 leaves some of 64 workers without a sample.*8 samples"):
         search(model(9, 4), machine(), 64, 2)
     with pytest.raises(InputError, match=r"try one of \[1, 7\]"):
         search(model(9, 4), machine(), 7, 8, Space(depths=(2,)))
@@ -202,7 +203,9 @@ def test_micro_batches_hold_the_mini_batch(scheme: str) -> None:
                 assert found
                 for size, number in found:
                     assert width * number <= mini_batch <= width * number * size < mini_batch + width * number
-                assert all(batch.size <= 2 for batch in batches(scheme, mini_batch, width, Space(largest_micro_batch=2)))
+                assert all(
+                    batch.size <= 2 for batch in batches(scheme, mini_batch, width, Space(largest_micro_batch=2))
+                )
 
 
 # ---- where the seconds go

@@ -85,7 +85,7 @@ def _reasons(asked: Asked, outcome: Outcome) -> Iterator[str]:
         )
     else:
         yield "no choice that does not fit would be faster"
-    yield f"{outcome.considered:,} choices, {outcome.simulated:,} of them simulated, the rest settled by bounds and memory"
+    yield f"{outcome.considered:,} choices, {outcome.simulated:,} of them simulated, the rest settled by bounds"
 
 
 PARTS = ("compute", "recompute", "update", "uneven", "bubble", "messages", "all-reduce")

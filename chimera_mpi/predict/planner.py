@@ -14,18 +14,19 @@ from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf, sqrt
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ..errors import InputError
 from ..schedule import SCHEMES, STREAMS, Schedule, build, check_compatible, paused_collector
 from ..schedule.schemes import LIVE
 from ..schedule.timing import makespan
+from ..schedule.weave import MOST_CELLS
 from .bounds import Post, least_steady_step_s, least_step_s, posts
 from .costs import Costs
 from .estimate import Choice, Estimate, costs_of, estimate, stepped
 from .footprint import memory_of
 from .machine import Machine
-from .partition import Cuts, cut_quickly, cut_uniformly
+from .partition import Cuts, cut_at, cut_quickly, cut_uniformly
 from .performance import Weighted
 from .work import Work
 
@@ -39,7 +40,8 @@ RIVAL = "1f1b"  # what a choice is measured by
 class Space:
     """What may be chosen: by default any depth that divides the workers, and all that keeps the update of one process.
 
-    "layers" recomputes a few layers at a time; "balanced" shares out the layers' seconds evenly to the workers.
+    "layers" recomputes a few layers at a time. "balanced" shares out the layers' seconds evenly to the workers, and
+    "between" goes half the way there: what is even in time may be uneven in memory.
     """
 
     schemes: tuple[str, ...] = SYNCHRONOUS
@@ -48,7 +50,7 @@ class Space:
     micro_batch_size: int | None = None
     recompute: tuple[str | int, ...] = ("none", "stage", "layer", "layers")
     syncs: tuple[str, ...] = ("eager_opt", "eager", "lazy")
-    partitions: tuple[str, ...] = ("uniform", "balanced")
+    partitions: tuple[str, ...] = ("uniform", "balanced", "between")
     sharded: bool = False
     fp16: bool = False
 
@@ -132,6 +134,8 @@ def search(
                 simulated += 1
     if not ranking.best:
         raise InputError(_nothing_fits(bench, unfit, workers, mini_batch))
+    if not ranking.best_s:
+        raise InputError(f"a step on {machine.name} takes 0 s: give its compute.points a time")
     return Outcome(
         mini_batch,
         best=tuple(estimate(work, machine, choice) for choice in ranking.best),
@@ -201,7 +205,7 @@ def _candidates(bench: _Bench, space: Space, workers: int, mini_batch: int) -> I
         stages, replicas = bench.placement(family).stages, width * len(bench.placement(family).pipes)
         syncs = space.syncs if replicas > 1 and family.scheme not in STREAMS else space.syncs[:1]
         for batch in batches(family.scheme, mini_batch, width, space):
-            if not _has_sense(family, batch):
+            if not _has_sense(family, batch, stages):
                 continue
             for recompute in _recomputations(space.recompute, len(bench.work.layers) // stages):
                 for cuts in bench.partitions(space.partitions, family, batch.size):
@@ -268,8 +272,10 @@ def batches(scheme: str, mini_batch: int, width: int, space: Space = Space()) ->
     return sorted(batch for batch in cut if least <= batch.size <= most)
 
 
-def _has_sense(family: Family, batch: Batch) -> bool:
+def _has_sense(family: Family, batch: Batch, stages: int) -> bool:
     """Whether a scheme can have so many micro-batches, and does not do then what another family does as well."""
+    if stages * batch.count > MOST_CELLS:
+        return False
     if family.scheme == "pipedream_2bw":
         return batch.count >= family.depth
     return ("concat", "doubling") not in family.options or batch.count >= 2 * family.depth
@@ -307,8 +313,17 @@ class _Bench:
         return None
 
     def partitions(self, allowed: Iterable[str], family: Family, size: int) -> list[Cuts | None]:
-        """None is uniform."""
-        return [None if name == "uniform" else self._cut(family, size) for name in allowed]
+        """Those that differ; None is the uniform one."""
+        layers, placement = len(self.work.layers), self.placement(family)
+        uniform = tuple(cut_uniformly(layers, placement.stages))
+        found: dict[Cuts, Cuts | None] = {}
+        for name in allowed:
+            cuts = uniform if name == "uniform" else self._cut(family, size)
+            if name == "between":
+                middles = [(a.start + b.start) // 2 for a, b in zip(uniform[1:], cuts[1:], strict=True)]
+                cuts = tuple(cut_at(middles, layers, placement.stages))
+            found.setdefault(cuts, None if cuts == uniform else cuts)
+        return list(found.values())
 
     def _cut(self, family: Family, size: int) -> Cuts:
         seconds = [self.machine.forward_s(of, size) + self.machine.backward_s(of, size) for of in self.work.layers]
@@ -385,7 +400,8 @@ class _Shape(NamedTuple):
 
 
 def _live(choice: Choice, placement: Schedule) -> int:
-    return LIVE[choice.scheme](_Shape(placement.depth, placement.stages, choice.micro_batches))
+    shape = _Shape(placement.depth, placement.stages, choice.micro_batches)
+    return LIVE[choice.scheme](cast(Schedule, shape))
 
 
 def needed_bytes(work: Work, choice: Choice, steps: Weighted) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..schedule import Kind, Op, Schedule
+from ..schedule import Kind, Op, Place, Schedule
 from .costs import Costs
 
 
@@ -51,7 +51,11 @@ def posts(schedule: Schedule, costs: Costs) -> tuple[Post, ...]:
     """Of each worker, in any schedule with the pipelines of this one."""
     costs = costs.on(schedule)
     ways = [_Way(schedule, costs, pipe) for pipe in range(len(schedule.pipes))]
-    return tuple(_post(schedule, costs, ways, worker) for worker in range(schedule.depth))
+    places: list[list[Place]] = [[] for _ in range(schedule.depth)]
+    for pipe, row in enumerate(schedule.pipes):
+        for stage, worker in enumerate(row):
+            places[worker].append((pipe, stage))
+    return tuple(_post(costs, ways, held) for held in places)
 
 
 def least_step_s(of: Sequence[Post], micro_batches: int, live: int) -> float:
@@ -100,17 +104,19 @@ def _message(costs: Costs, op: Op, source: int, target: int) -> float:
     return costs.transfer(op, source, target) if source != target else 0
 
 
-def _post(schedule: Schedule, costs: Costs, ways: list[_Way], worker: int) -> Post:
-    places = schedule.places(worker)
+def _post(costs: Costs, ways: list[_Way], places: list[Place]) -> Post:
     starts = [Op(Kind.REDUCE, pipe, stage, 0) for pipe, stage in places]
     updates = [costs.seconds(op._replace(kind=Kind.UPDATE)) for op in starts]
-    by_pipe = [[stage for p, stage in places if p == pipe] for pipe in range(len(ways))]
+    busy_s, held_s = [0.0] * len(ways), [0.0] * len(ways)
+    for pipe, stage in places:
+        busy_s[pipe] += ways[pipe].busy[stage]
+        held_s[pipe] += ways[pipe].kept[stage]
     return Post(
         head_s=min(ways[pipe].before[stage] for pipe, stage in places),
         # A weight gradient may come last of all, after which nothing has to.
         tail_s=min(0 if ways[pipe].split else ways[pipe].after[stage] for pipe, stage in places),
-        busy_s=tuple(sum(way.busy[s] for s in stages) for way, stages in zip(ways, by_pipe, strict=True)),
-        held_s=tuple(sum(way.kept[s] for s in stages) for way, stages in zip(ways, by_pipe, strict=True)),
+        busy_s=tuple(busy_s),
+        held_s=tuple(held_s),
         close_s=min(costs.allreduce(op) for op in starts) + min(updates),
         reduce_s=sum(map(costs.seconds, starts)),
         update_s=sum(updates),

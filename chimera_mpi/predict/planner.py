@@ -9,15 +9,17 @@ is looked at, however many there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import accumulate, islice
 from math import inf, sqrt
 from typing import NamedTuple, cast
 
 from ..errors import InputError
 from ..schedule import SCHEMES, STREAMS, Schedule, build, check_compatible, paused_collector
+from ..schedule.list_scheduler import peaks
 from ..schedule.schemes import LIVE
 from ..schedule.timing import makespan
 from ..schedule.weave import MOST_CELLS
@@ -26,14 +28,16 @@ from .costs import Costs
 from .estimate import Choice, Estimate, costs_of, estimate, stepped
 from .footprint import memory_of
 from .machine import Machine
-from .partition import Cuts, cut_at, cut_quickly, cut_uniformly
+from .partition import Cuts, Recompute, cut_at, cut_quickly, cut_uniformly
 from .performance import Weighted
-from .work import Work
+from .work import LayerWork, Work
 
 Options = tuple[tuple[str, int | str], ...]
+Pipes = tuple[tuple[int, ...], ...]
 
 SYNCHRONOUS = tuple(scheme for scheme in SCHEMES if scheme not in STREAMS)
 RIVAL = "1f1b"  # what a choice is measured by
+MOST_PAIRS = 4  # of Chimera's pipelines; each has a copy of all weights
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def search(
     bench = _Bench(work, machine)
     candidates = sorted(_candidates(bench, space, workers, mini_batch), key=lambda candidate: candidate.bound_s)
     if not candidates:
-        raise InputError(_no_choice(space, work, workers, mini_batch))
+        raise InputError(_no_choice(bench, space, workers, mini_batch))
     ranking, unfit, simulated = _Ranking(keep), [], 0
     for settled, candidate in enumerate(candidates):
         tell(settled, len(candidates), ranking.best_s)
@@ -244,7 +248,7 @@ def _depths(work: Work, workers: int) -> list[int]:
 def _options(scheme: str, depth: int) -> Iterator[Options]:
     """What a scheme can be asked for. Backward halving is doubling with micro-batches of half the size."""
     if scheme == "chimera":
-        for pairs in (f for f in range(1, depth // 2 + 1) if depth % (2 * f) == 0):
+        for pairs in (f for f in range(1, MOST_PAIRS + 1) if depth % (2 * f) == 0):
             of_pairs: Options = (("pairs", pairs),) if pairs > 1 else ()
             yield of_pairs
             yield (("concat", "doubling"), *of_pairs)
@@ -295,11 +299,18 @@ class _Bench:
     """A model on a machine, and what the search asks of them again and again."""
 
     def __init__(self, work: Work, machine: Machine):
-        self.work, self.machine = work, machine
+        self.work, self.machine = work, _remembering(machine)
         self.placement = lru_cache(maxsize=None)(_placement)
         self._stepped = lru_cache(maxsize=128)(stepped)
-        self._balanced = lru_cache(maxsize=None)(cut_quickly)
-        self._frames: dict[tuple[Choice, tuple[tuple[int, ...], ...], bool], _Frame] = {}
+        self._balanced: dict[tuple[tuple[float, ...], Pipes], Cuts] = {}
+        self._frames: dict[tuple[Choice, Pipes, bool], _Frame] = {}
+        self._activations = [0.0, *accumulate(layer.activation_bytes for layer in work.layers)]
+        self._deferred = [0.0, *accumulate(layer.deferred_bytes for layer in work.layers)]
+        self._stages: dict[Pipes, list[list[int]]] = {}
+        self._held: dict[tuple[Choice, Pipes, int], list[float]] = {}
+        self._peaks: dict[tuple[str, int, Options, int], list[float]] = {}
+        self._needs: dict[Choice, float] = {}
+        self._seconds: dict[Choice, float] = {}
 
     def why_not(self, family: Family, space: Space) -> str | None:
         """Why there is no such pipeline, or none with a layer for each stage, that trains this model like that."""
@@ -329,31 +340,80 @@ class _Bench:
         seconds = [self.machine.forward_s(of, size) + self.machine.backward_s(of, size) for of in self.work.layers]
         longest = max(seconds) or 1
         # To the per cent, so that other sizes of micro-batches ask for the same cuts.
-        return tuple(self._balanced(tuple(round(s / longest, 2) for s in seconds), self.placement(family)))
+        shares, placement = tuple(round(s / longest, 2) for s in seconds), self.placement(family)
+        first = replace(placement, pipes=placement.pipes[:2])  # further pairs are like the first
+        if (key := (shares, first.pipes)) not in self._balanced:
+            self._balanced[key] = tuple(cut_quickly(shares, first))
+        return self._balanced[key]
 
     def bound_s(self, choice: Choice) -> float:
         """Seconds below which no step of the choice is."""
-        of, live = self._frame(choice).posts, _live(choice, self.placement(_family(choice)))
+        of, live = self._frame(choice).posts, _most_live(choice, self.placement(_family(choice)))
         if choice.scheme in STREAMS:
             updates = choice.micro_batches if choice.scheme == "pipedream" else 1
             return _ROUNDED * least_steady_step_s(of, choice.micro_batches, live, updates)
         return _ROUNDED * least_step_s(of, choice.micro_batches, live)
 
     def step_s(self, choice: Choice) -> float:
-        """As `estimate` says."""
-        costs = self._frame(choice).costs
-        return sum(weight * makespan(schedule, costs) for weight, schedule in self._steps(choice))
+        """As `estimate` says. What is recomputed at a time makes no difference to it."""
+        alike = replace(choice, recompute="none" if choice.recompute == "none" else "stage")
+        if alike not in self._seconds:
+            costs = self._frame(choice).costs
+            self._seconds[alike] = sum(weight * makespan(of, costs) for weight, of in self._steps(choice))
+        return self._seconds[alike]
 
     def lacking_bytes(self, choice: Choice) -> float:
         """What the fullest worker lacks, 0 or less if it has enough; where much is lacking, what is known at once."""
-        least = max(memory.total_bytes for memory in memory_of(self.work, choice, self.placement(_family(choice))))
-        if least > self.machine.memory_bytes:
-            return least - self.machine.memory_bytes
-        return self.needed_bytes(choice) - self.machine.memory_bytes
+        least = self._least_bytes(choice)
+        return (least if least > self.machine.memory_bytes else self.needed_bytes(choice)) - self.machine.memory_bytes
 
     def needed_bytes(self, choice: Choice) -> float:
-        """On the fullest worker."""
-        return needed_bytes(self.work, choice, self._steps(choice))
+        """On the fullest worker, whenever all-reduces start."""
+        alike = replace(choice, sync="")
+        if alike not in self._needs:
+            self._needs[alike] = needed_bytes(self.work, choice, self._steps(choice))
+        return self._needs[alike]
+
+    def _least_bytes(self, choice: Choice) -> float:
+        """No more than is needed: what has nothing to do with samples, and the activations that are held at once, as if
+        all were of the worker's smallest stage."""
+        placement = self.placement(_family(choice))
+        cuts = choice.cuts or cut_uniformly(len(self.work.layers), placement.stages)
+        kept = [self._kept_bytes(cut, choice, bool(placement.split)) for cut in cuts]
+        smallest = (min(kept[stage] for stage in stages) for stages in self._stages_of(placement))
+        lasting, live = self._lasting(choice, placement), self._live(choice)
+        return max(map(lambda held, many, each: held + many * each, lasting, live, smallest))
+
+    def _lasting(self, choice: Choice, placement: Schedule) -> list[float]:
+        """Bytes of each worker's weights, gradients and optimizer."""
+        alike = replace(choice, scheme="", options=(), sync="", micro_batches=1, micro_batch_size=1, recompute="none")
+        if (key := (alike, placement.pipes, placement.updates)) not in self._held:
+            found = memory_of(self.work, choice, placement)
+            self._held[key] = [of.total_bytes - of.activations_bytes - of.messages_bytes for of in found]
+        return self._held[key]
+
+    def _live(self, choice: Choice) -> list[float]:
+        """How many activations each worker holds at once."""
+        if (key := (*_family(choice), choice.micro_batches)) not in self._peaks:
+            self._peaks[key] = peaks(self._steps(choice)[-1][1])
+        return self._peaks[key]
+
+    def _stages_of(self, placement: Schedule) -> list[list[int]]:
+        """Of each worker."""
+        if placement.pipes not in self._stages:
+            workers = range(placement.depth)
+            self._stages[placement.pipes] = [[stage for _, stage in placement.places(worker)] for worker in workers]
+        return self._stages[placement.pipes]
+
+    def _kept_bytes(self, cut: range, choice: Choice, split: bool) -> float:
+        """Of a stage of the layers `cut`, at least, of a micro-batch that is under way."""
+        recompute = Recompute.of(choice.recompute)
+        if recompute.what == "none":
+            kept = self._activations[cut.stop] - self._activations[cut.start]
+        else:
+            kept = sum(self.work.layers[run.start].input_bytes for run in recompute.segments(cut))
+        deferred = self._deferred[cut.stop] - self._deferred[cut.start] if split else kept
+        return choice.micro_batch_size * min(kept, deferred)
 
     def _steps(self, choice: Choice) -> Weighted:
         """Its schedules; they are those of all choices with its ops."""
@@ -369,6 +429,26 @@ class _Bench:
             costs = costs_of(self.work, self.machine, alike, placement)
             self._frames[key] = _Frame(costs, posts(placement, costs))
         return self._frames[key]
+
+
+def _remembering(machine: Machine) -> Machine:
+    """The same machine, which works out only once how long a layer takes. It knows layers by their identity."""
+
+    def remembered(seconds: Callable[[LayerWork, float], float]) -> Callable[[LayerWork, float], float]:
+        known: dict[tuple[int, float], float] = {}
+
+        def looked_up(layer: LayerWork, samples: float) -> float:
+            key = id(layer), samples
+            if key not in known:
+                known[key] = seconds(layer, samples)
+            return known[key]
+
+        return looked_up
+
+    twin = copy(machine)
+    for name in ("forward_s", "backward_s", "input_s", "weight_s"):
+        object.__setattr__(twin, name, remembered(getattr(machine, name)))
+    return twin
 
 
 class _Frame(NamedTuple):
@@ -399,7 +479,7 @@ class _Shape(NamedTuple):
     micro_batches: int
 
 
-def _live(choice: Choice, placement: Schedule) -> int:
+def _most_live(choice: Choice, placement: Schedule) -> int:
     shape = _Shape(placement.depth, placement.stages, choice.micro_batches)
     return LIVE[choice.scheme](cast(Schedule, shape))
 
@@ -489,20 +569,17 @@ def gigabytes(size_bytes: float) -> str:
     return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.3g} MB"
 
 
-def _no_choice(space: Space, work: Work, workers: int, mini_batch: int) -> str:
-    layers, depths = len(work.layers), _depths(work, workers)
+def _no_choice(bench: _Bench, space: Space, workers: int, mini_batch: int) -> str:
+    layers, depths = len(bench.work.layers), _depths(bench.work, workers)
     asked = [depth for depth in depths if depth in (space.depths or depths)]
     if not asked:
-        return (
-            f"no depth of {space.depths} divides {workers} workers into stages of {layers} layers: try one of {depths}"
-        )
+        named = ", ".join(map(str, space.depths or ()))
+        return f"no depth of {named} divides {workers} workers into pipelines of at most {layers}: try one of {depths}"
     if mini_batch * max(asked) < workers:
         return (
-            f"a mini-batch of {mini_batch} leaves some of {workers} workers without a sample, as pipelines of {layers} "
-            f"layers take at most {max(asked)} workers: give at least {-(-workers // max(asked))} samples, "
+            f"a mini-batch of {mini_batch} leaves some of {workers} workers without a sample, as pipelines have at "
+            f"most {max(asked)} of them: give at least {-(-workers // max(asked))} samples, "
             f"or at most {mini_batch * max(asked)} workers"
         )
-    return (
-        f"none of {', '.join(space.schemes)} can share out {layers} layers to {workers} workers "
-        f"with a mini-batch of {mini_batch}: allow more schemes or depths ({', '.join(map(str, depths))})"
-    )
+    refused = _left_out(bench, space, (), workers)
+    return refused[0] if refused else f"no micro-batches of that size make up a mini-batch of {mini_batch}: try others"

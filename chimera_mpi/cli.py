@@ -92,6 +92,12 @@ def _version() -> str:
 class Parser(argparse.ArgumentParser):
     """Names the nearest option for a misspelt one, and leaves usage errors to `main`."""
 
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does, but words such as key=value may stand on either side of options."""
+        if self._subparsers is not None:
+            return super().parse_args(args, namespace)
+        return self.parse_intermixed_args(args, namespace)
+
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does, but a misspelt option is named before others are missed."""
         if self._subparsers is not None:  # the action's own parser knows its options

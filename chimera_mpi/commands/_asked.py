@@ -30,7 +30,16 @@ class Asked:
     space: Space
 
 
-CHOSEN = ("micro_batches", "pairs", "concat", "chunks", "waves", "partition", "accumulate")  # keys that are results
+CHOSEN = (
+    "micro_batches",
+    "pairs",
+    "concat",
+    "chunks",
+    "waves",
+    "partition",
+    "accumulate",
+    "order",
+)  # keys that are results
 
 
 def asked_of(args: argparse.Namespace) -> Asked:

@@ -10,7 +10,7 @@ from typing import Any
 from ..draw.look import percent
 from ..predict.anatomy import Anatomy, anatomy
 from ..predict.estimate import Choice, Estimate
-from ..predict.planner import RIVAL, Outcome, described, gigabytes, needed_of
+from ..predict.planner import RIVAL, Outcome, described, fullest_bytes, gigabytes
 from ..schedule import STREAMS
 from ._asked import CHOSEN, Asked
 
@@ -50,7 +50,7 @@ def _row(asked: Asked, outcome: Outcome, at: int, found: Estimate) -> list[str]:
         f"{outcome.samples_per_s(found):.4g}",
         percent(found.bubble_ratio),
         f"{found.exposed_allreduce_s:.3g} s",
-        gigabytes(needed_of(asked.work, choice)),
+        gigabytes(fullest_bytes(found)),
     ]
 
 
@@ -156,7 +156,7 @@ def _figures_of(asked: Asked, outcome: Outcome, found: Estimate) -> dict[str, An
         "samples_per_s": outcome.samples_per_s(found),
         "bubble_ratio": found.bubble_ratio,
         "exposed_allreduce_s": found.exposed_allreduce_s,
-        "memory_bytes": needed_of(asked.work, choice),
+        "memory_bytes": fullest_bytes(found),
         "seconds": anatomy(asked.work, asked.machine, choice)._asdict(),
     }
 
@@ -191,8 +191,8 @@ def configuration(asked: Asked, outcome: Outcome, workers: int) -> str:
     lines = [
         f"# Planned from {asked.name} for {workers} ranks of {asked.machine.name}: D={choice.depth}, W={choice.width}.",
         f"# A step of {outcome.mini_batch} samples is to take {best.step_s:.4g} s (Eq. 1: {best.formula_s:.4g} s),",
-        f"# and at most {needed_of(asked.work, choice) / 1e9:.4g} GB on a worker.",
-        *(f"# The source has no {name}: give train {name}=none as well." for name in unset),
+        f"# and at most {fullest_bytes(best) / 1e9:.4g} GB on a worker.",
+        *(f"# TOML has no word for none: give train {name}=none as well." for name in unset),
         *(f"{name} = {_literal(value)}" for name, value in values.items() if value is not None),
     ]
     return "\n".join(lines) + "\n"

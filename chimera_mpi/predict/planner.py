@@ -25,8 +25,8 @@ from ..schedule.timing import makespan
 from ..schedule.weave import MOST_CELLS
 from .bounds import Post, least_steady_step_s, least_step_s, posts
 from .costs import Costs
-from .estimate import Choice, Estimate, costs_of, estimate, stepped
-from .footprint import memory_of
+from .estimate import Choice, Estimate, costs_of, estimate, memory_in, stepped
+from .footprint import Memory, memory_of
 from .machine import Machine
 from .partition import Cuts, Recompute, cut_at, cut_quickly, cut_uniformly
 from .performance import Weighted
@@ -248,7 +248,7 @@ def _depths(work: Work, workers: int) -> list[int]:
 def _options(scheme: str, depth: int) -> Iterator[Options]:
     """What a scheme can be asked for. Backward halving is doubling with micro-batches of half the size."""
     if scheme == "chimera":
-        for pairs in (f for f in range(1, MOST_PAIRS + 1) if depth % (2 * f) == 0):
+        for pairs in (1, *(f for f in range(2, MOST_PAIRS + 1) if depth % (2 * f) == 0)):
             of_pairs: Options = (("pairs", pairs),) if pairs > 1 else ()
             yield of_pairs
             yield (("concat", "doubling"), *of_pairs)
@@ -371,7 +371,7 @@ class _Bench:
         """On the fullest worker, whenever all-reduces start."""
         alike = replace(choice, sync="")
         if alike not in self._needs:
-            self._needs[alike] = needed_bytes(self.work, choice, self._steps(choice))
+            self._needs[alike] = _fullest_bytes(memory_in(self.work, choice, self._steps(choice)))
         return self._needs[alike]
 
     def _least_bytes(self, choice: Choice) -> float:
@@ -484,18 +484,18 @@ def _most_live(choice: Choice, placement: Schedule) -> int:
     return LIVE[choice.scheme](cast(Schedule, shape))
 
 
-def needed_bytes(work: Work, choice: Choice, steps: Weighted) -> float:
-    """On the fullest worker, in a step that is made up of `steps` (see `stepped`)."""
-    found = [(weight, [of.total_bytes for of in memory_of(work, choice, schedule)]) for weight, schedule in steps]
-    if choice.scheme in STREAMS:
-        return max(found[-1][1])
-    by_worker = zip(*([weight * total for total in totals] for weight, totals in found), strict=True)
-    return max(map(sum, by_worker))
+def needed_bytes(work: Work, choice: Choice) -> float:
+    """On the fullest worker, as an estimate of the choice says."""
+    return _fullest_bytes(memory_in(work, choice, stepped(choice)))
 
 
-def needed_of(work: Work, choice: Choice) -> float:
-    """Bytes that the fullest worker needs."""
-    return needed_bytes(work, choice, stepped(choice))
+def fullest_bytes(found: Estimate) -> float:
+    """What the fullest worker needs."""
+    return _fullest_bytes(found.memory)
+
+
+def _fullest_bytes(memory: Iterable[Memory]) -> float:
+    return max(of.total_bytes for of in memory)
 
 
 # ---- what does not fit, or cannot be

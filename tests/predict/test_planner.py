@@ -13,7 +13,7 @@ from chimera_mpi.predict.anatomy import anatomy
 from chimera_mpi.predict.bounds import least_steady_step_s, least_step_s, posts
 from chimera_mpi.predict.estimate import Choice, costs_of, estimate, stepped
 from chimera_mpi.predict.machine import AllReduce, Compute, Level, Machine, Overlap, Point
-from chimera_mpi.predict.planner import SYNCHRONOUS, Space, batches, choices, needed_of, search
+from chimera_mpi.predict.planner import SYNCHRONOUS, Space, batches, choices, needed_bytes, search
 from chimera_mpi.predict.work import LayerWork, Work
 from chimera_mpi.schedule import SCHEMES, STREAMS, ScheduleError, build
 from chimera_mpi.schedule.schemes import LIVE
@@ -110,7 +110,7 @@ def simulated(work: Work, board: Machine, workers: int, mini_batch: int, space: 
     """The best step of each scheme, depth and micro-batch size that fits, by simulating all that there is."""
     best: dict[tuple, float] = {}
     for choice in choices(work, board, workers, mini_batch, space):
-        if needed_of(work, choice) <= board.memory_bytes:
+        if needed_bytes(work, choice) <= board.memory_bytes:
             steps = stepped(choice)
             costs = costs_of(work, board, choice, steps[-1][1])
             row = choice.scheme, choice.depth, choice.micro_batch_size
@@ -141,7 +141,7 @@ def test_the_search_finds_what_simulating_everything_finds(
     for keep in 1, 5:
         outcome = search(work, board, workers, mini_batch, SPACES[space], keep)
         assert [found.step_s for found in outcome.best] == pytest.approx(everything[:keep], rel=1e-9)
-        assert all(needed_of(work, found.choice) <= memory_bytes for found in outcome.best)
+        assert all(needed_bytes(work, found.choice) <= memory_bytes for found in outcome.best)
     if outcome.rival:
         only = simulated(work, board, workers, mini_batch, replace(SPACES[space], schemes=("1f1b",)))
         assert outcome.rival.step_s == pytest.approx(only[0], rel=1e-9)
@@ -157,7 +157,7 @@ def test_the_nearest_that_does_not_fit_is_faster_and_too_large() -> None:
     outcome = search(work, board, 4, 16)
     assert outcome.unfit
     found, lacking = outcome.unfit
-    assert needed_of(work, found.choice) - board.memory_bytes == pytest.approx(lacking) and lacking > 0
+    assert needed_bytes(work, found.choice) - board.memory_bytes == pytest.approx(lacking) and lacking > 0
     assert found.step_s < outcome.best[0].step_s
     more = search(work, replace(board, memory_bytes=board.memory_bytes + lacking), 4, 16)
     assert more.best[0].step_s <= found.step_s
@@ -165,12 +165,12 @@ def test_the_nearest_that_does_not_fit_is_faster_and_too_large() -> None:
 
 def test_where_nothing_fits_the_least_need_is_named() -> None:
     work, board = model(9, 3), machine(1e6)
-    least = min(needed_of(work, choice) for choice in choices(work, board, 4, 8))
+    least = min(needed_bytes(work, choice) for choice in choices(work, board, 4, 8))
     with pytest.raises(InputError, match=f"need at least {least / 1e6:.3g} MB .* and it has 1 MB") as error:
         search(work, board, 4, 8)
     assert "\n" not in str(error.value)
     fits = replace(board, memory_bytes=least)
-    assert needed_of(work, search(work, fits, 4, 8).best[0].choice) == pytest.approx(least)
+    assert needed_bytes(work, search(work, fits, 4, 8).best[0].choice) == pytest.approx(least)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5, 7])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
 
 from ..schedule import Kind, Op, Place, Schedule
 from .costs import Costs
@@ -14,16 +15,19 @@ from .costs import Costs
 class Post:
     """What one worker has to do for one micro-batch of each pipeline, and what frames its step; in seconds.
 
-    Before its first op come `head_s`, after its last gradient `tail_s`. `busy_s` are its own ops. For
-    `held_s`, summed over its stages, it keeps an activation. After its last gradient it has at least one all-reduce and
-    one update, `close_s`; all-reduces take `reduce_s` of its time, updates `update_s`.
+    Before its first op come `head_s`, after its last gradient `tail_s`. `busy_s` are its own ops, `forward_s` those
+    before its first all-reduce. For `held_s`, summed over its stages, it keeps an activation. After its last gradient it
+    has at least one all-reduce and one update, `close_s`, after its last forward all of them and one update, `sum_s`;
+    all-reduces take `reduce_s` of its time, updates `update_s`.
     """
 
     head_s: float
     tail_s: float
     busy_s: tuple[float, ...]
+    forward_s: tuple[float, ...]
     held_s: tuple[float, ...]
     close_s: float
+    sum_s: float
     reduce_s: float
     update_s: float
 
@@ -33,17 +37,17 @@ class Post:
         It has its ops to do; and, as no more than `live` activations fit, all those that it keeps one after the other
         last at least their sum over `live` (Little's law). This is where messages on the way slow a pipeline down.
         """
-        busy_s = sum(share * s for share, s in zip(shares, self.busy_s, strict=True))
-        held_s = sum(share * s for share, s in zip(shares, self.held_s, strict=True)) / live
+        busy_s, forward_s, held_s = (_shared(shares, s) for s in (self.busy_s, self.forward_s, self.held_s))
         after_s = max(self.tail_s, self.close_s)
         return self.head_s + max(
-            busy_s + max(after_s, self.reduce_s + self.update_s), held_s + max(after_s, self.update_s)
+            busy_s + max(after_s, self.reduce_s + self.update_s),
+            held_s / live + max(after_s, self.update_s),
+            forward_s + self.sum_s,
         )
 
     def steady_s(self, shares: Sequence[int], live: int, updates: int) -> float:
         """Of a step of a stream, whose ramps belong to the steps before and after, with so many updates."""
-        busy_s = sum(share * s for share, s in zip(shares, self.busy_s, strict=True))
-        held_s = sum(share * s for share, s in zip(shares, self.held_s, strict=True))
+        busy_s, held_s = (_shared(shares, s) for s in (self.busy_s, self.held_s))
         return max(busy_s + updates * (self.reduce_s + self.update_s), held_s / live)
 
 
@@ -70,6 +74,10 @@ def least_steady_step_s(of: Sequence[Post], micro_batches: int, live: int, updat
     return max(post.steady_s(shares, live, updates) for post in of)
 
 
+def _shared(shares: Sequence[int], seconds: Sequence[float]) -> float:
+    return sum(map(mul, shares, seconds))
+
+
 def _shares(of: Sequence[Post], micro_batches: int) -> list[int]:
     """What every pipeline has at least."""
     pipes = len(of[0].busy_s)
@@ -92,7 +100,7 @@ class _Way:
         weights = [costs.seconds(Op(Kind.WEIGHT, pipe, s, 0)) if split else 0 for s in stages]
         down = [_message(costs, Op(Kind.FORWARD, pipe, s, 0), row[s], row[s + 1]) for s in stages[:-1]]
         up = [_message(costs, Op(gradient, pipe, s, 0), row[s], row[s - 1]) for s in stages[1:]]
-        self.split, self.busy = split, [sum(ops) for ops in zip(forth, back, weights, strict=True)]
+        self.split, self.forth, self.busy = split, forth, [sum(ops) for ops in zip(forth, back, weights, strict=True)]
         self.before = [0, *accumulate(f + d for f, d in zip(forth, down, strict=False))]
         self.after = [0, *accumulate(b + u for b, u in zip(back, up, strict=False))]
         beyond = [f + b + d + u for f, b, d, u in zip(forth[1:], back[1:], down, up, strict=True)]
@@ -107,17 +115,21 @@ def _message(costs: Costs, op: Op, source: int, target: int) -> float:
 def _post(costs: Costs, ways: list[_Way], places: list[Place]) -> Post:
     starts = [Op(Kind.REDUCE, pipe, stage, 0) for pipe, stage in places]
     updates = [costs.seconds(op._replace(kind=Kind.UPDATE)) for op in starts]
-    busy_s, held_s = [0.0] * len(ways), [0.0] * len(ways)
+    reduces = [costs.allreduce(op) for op in starts]
+    busy_s, forward_s, held_s = ([0.0] * len(ways) for _ in range(3))
     for pipe, stage in places:
         busy_s[pipe] += ways[pipe].busy[stage]
+        forward_s[pipe] += ways[pipe].forth[stage]
         held_s[pipe] += ways[pipe].kept[stage]
     return Post(
         head_s=min(ways[pipe].before[stage] for pipe, stage in places),
         # A weight gradient may come last of all, after which nothing has to.
         tail_s=min(0 if ways[pipe].split else ways[pipe].after[stage] for pipe, stage in places),
         busy_s=tuple(busy_s),
+        forward_s=tuple(forward_s),
         held_s=tuple(held_s),
-        close_s=min(costs.allreduce(op) for op in starts) + min(updates),
+        close_s=min(reduces) + min(updates),
+        sum_s=(sum if costs.allreduces_queue else max)(reduces) + min(updates),
         reduce_s=sum(map(costs.seconds, starts)),
         update_s=sum(updates),
     )

@@ -69,7 +69,7 @@ def _reasons(asked: Asked, outcome: Outcome) -> Iterator[str]:
     parts = {name: anatomy(asked.work, asked.machine, found.choice) for name, found in shown.items()}
     yield "where the seconds of a step go, on the average worker:"
     rows = [
-        [name, described(shown[name].choice), *(f"{seconds:.3g}" for seconds in of), f"{of.step_s:.4g}"]
+        [name, described(shown[name].choice), *(f"{round(seconds, 9):.3g}" for seconds in of), f"{of.step_s:.4g}"]
         for name, of in parts.items()
     ]
     yield from columns([["", "choice", *PARTS, "step"], *rows])

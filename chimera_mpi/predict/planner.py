@@ -566,7 +566,10 @@ def described(choice: Choice) -> str:
 
 
 def gigabytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.3g} MB"
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.3g} {unit}"
+    return f"{size_bytes:.0f} bytes"
 
 
 def _no_choice(bench: _Bench, space: Space, workers: int, mini_batch: int) -> str:

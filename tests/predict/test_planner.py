@@ -80,8 +80,9 @@ def drawn(stages: int, chance: random.Random) -> Costs:
     split = {"input_s": [b / 3 for b in backward], "weight_s": [2 * b / 3 for b in backward]}
     return Costs(
         forward, backward, **(split if chance.random() < 0.5 else {}), transfer_s=some(chance.choice([0, 0.1, 3])),
-        allreduce_s=some(chance.choice([0, 5])), update_s=some(0.5), recompute=chance.random() < 0.5, groups=2,
+        allreduce_s=some(chance.choice([0, 5, 90])), update_s=some(0.5), recompute=chance.random() < 0.5, groups=2,
         allreduce_busy=chance.choice([0, 0.3]), sends_block=chance.random() < 0.3,
+        allreduces_queue=chance.random() < 0.5,
     )  # fmt: skip
 
 

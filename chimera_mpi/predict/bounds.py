@@ -16,9 +16,9 @@ class Post:
     """What one worker has to do for one micro-batch of each pipeline, and what frames its step; in seconds.
 
     Before its first op come `head_s`, after its last gradient `tail_s`. `busy_s` are its own ops, `forward_s` those
-    before its first all-reduce. For `held_s`, summed over its stages, it keeps an activation. After its last gradient it
-    has at least one all-reduce and one update, `close_s`, after its last forward all of them and one update, `sum_s`;
-    all-reduces take `reduce_s` of its time, updates `update_s`.
+    that all its all-reduces come after. For `held_s`, summed over its stages, it keeps an activation. After its last
+    gradient there is at least one all-reduce and one update, `close_s`; after its last forward all of its all-reduces
+    and an update, `sum_s`. All-reduces take `reduce_s` of its time, updates `update_s`.
     """
 
     head_s: float

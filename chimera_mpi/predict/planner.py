@@ -420,10 +420,11 @@ class _Bench:
         return self._stepped(replace(choice, width=1, micro_batch_size=1, recompute="none", sharded=False, cuts=None))
 
     def _frame(self, choice: Choice) -> _Frame:
-        """That of all choices with its placement, whatever the number and the order of their ops."""
+        """That of all choices with its placement, whatever the number and the order of their ops; streams apart."""
         recompute = "none" if choice.recompute == "none" else "stage"
+        scheme = choice.scheme if choice.scheme in STREAMS else ""
         placement = self.placement(_family(choice))
-        alike = replace(choice, scheme="", options=(), sync="", micro_batches=1, recompute=recompute)
+        alike = replace(choice, scheme=scheme, options=(), sync="", micro_batches=1, recompute=recompute)
         key = alike, placement.pipes, bool(placement.split)
         if key not in self._frames:
             costs = costs_of(self.work, self.machine, alike, placement)

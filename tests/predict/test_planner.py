@@ -12,7 +12,7 @@ from chimera_mpi.predict import Costs, Link
 from chimera_mpi.predict.anatomy import anatomy
 from chimera_mpi.predict.bounds import least_steady_step_s, least_step_s, posts
 from chimera_mpi.predict.estimate import Choice, costs_of, estimate, stepped
-from chimera_mpi.predict.machine import AllReduce, Compute, Level, Machine, Overlap, Point
+from chimera_mpi.predict.machine import AllReduce, Compute, Level, Machine, Optimizer, Overlap, Point
 from chimera_mpi.predict.planner import SYNCHRONOUS, Space, batches, choices, needed_bytes, search
 from chimera_mpi.predict.work import LayerWork, Work
 from chimera_mpi.schedule import SCHEMES, STREAMS, ScheduleError, build
@@ -32,7 +32,8 @@ def machine(memory_bytes: float = 1e12, busy: float = 0.1, blocks: bool = False)
         link=Link(0.01, 1e-7),
         node_link=Link(0.005, 3e-8),
         allreduce=AllReduce(Level(0.01, 2e-7)),
-        overlap=Overlap(busy, blocks),
+        overlap=Overlap(busy, sends_block=blocks, allreduces_queue=not blocks),
+        optimizer=Optimizer(0.01, 1e-7, 1e-6),
     )
 
 

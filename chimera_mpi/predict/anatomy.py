@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from ..schedule import COMPUTE, Kind, Schedule
@@ -44,7 +45,7 @@ def anatomy(work: Work, machine: Machine, choice: Choice) -> Anatomy:
     def summed(of: Callable[[Schedule], float]) -> float:
         return sum(weight * of(schedule) for weight, schedule in steps)
 
-    whole_s, alone_s, silent_s = (summed(lambda schedule, c=c: makespan(schedule, c)) for c in (costs, alone, silent))
+    whole_s, alone_s, silent_s = (summed(partial(makespan, costs=of)) for of in (costs, alone, silent))
     once = replace(silent, recompute=False)
     compute_s = summed(lambda schedule: _mean_s(schedule, once, COMPUTE))
     twice_s = summed(lambda schedule: _mean_s(schedule, silent, COMPUTE))

@@ -15,7 +15,7 @@ from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
 from math import inf, sqrt
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from ..errors import InputError
 from ..schedule import SCHEMES, STREAMS, Schedule, build, check_compatible, paused_collector
@@ -71,7 +71,7 @@ class Batch(NamedTuple):
     """Samples of the largest micro-batch, and how many micro-batches a pipeline group has in a step."""
 
     size: int
-    count: int
+    number: int
 
 
 class Unfit(NamedTuple):
@@ -218,7 +218,7 @@ def _candidates(bench: _Bench, space: Space, workers: int, mini_batch: int) -> I
                         depth=family.depth,
                         width=width,
                         micro_batch_size=batch.size,
-                        micro_batches=batch.count,
+                        micro_batches=batch.number,
                         recompute=recompute,
                         options=family.options,
                         sync=syncs[0],
@@ -278,11 +278,11 @@ def batches(scheme: str, mini_batch: int, width: int, space: Space = Space()) ->
 
 def _has_sense(family: Family, batch: Batch, stages: int) -> bool:
     """Whether a scheme can have so many micro-batches, and does not do then what another family does as well."""
-    if stages * batch.count > MOST_CELLS:
+    if stages * batch.number > MOST_CELLS:
         return False
     if family.scheme == "pipedream_2bw":
-        return batch.count >= family.depth
-    return ("concat", "doubling") not in family.options or batch.count >= 2 * family.depth
+        return batch.number >= family.depth
+    return ("concat", "doubling") not in family.options or batch.number >= 2 * family.depth
 
 
 def _recomputations(allowed: Iterable[str | int], layers: int) -> list[str | int]:
@@ -469,7 +469,8 @@ def _family(choice: Choice) -> Family:
 def _placement(family: Family) -> Schedule:
     """The shortest schedule of a family; of a stream, with two updates. Raises ScheduleError if there is none."""
     shortest = {"pipedream": 2, "pipedream_2bw": 2 * family.depth}.get(family.scheme, 1)
-    return build(family.scheme, family.depth, shortest, **dict(family.options))
+    options: dict[str, Any] = dict(family.options)
+    return build(family.scheme, family.depth, shortest, **options)
 
 
 class _Shape(NamedTuple):

@@ -84,7 +84,7 @@ def _reasons(asked: Asked, outcome: Outcome) -> Iterator[str]:
             f"{found.step_s:.4g} s, and lacks {lacking:,.0f} bytes ({gigabytes(lacking)}) on its fullest worker"
         )
     else:
-        yield "no choice that does not fit would be faster"
+        yield "found no choice that does not fit and would be faster"
     yield f"{outcome.considered:,} choices, {outcome.simulated:,} of them simulated, the rest settled by bounds"
 
 

@@ -111,7 +111,7 @@ def _panel(chart: Chart) -> Iterator[str]:
         y = _HEIGHT * (1 - frame.y(tick))
         yield f'<path d="M0 {y:.1f}H{_WIDTH}" stroke="#e3e3e3"/>'
         yield f'<text x="-8" y="{y + 4:.1f}" text-anchor="end" font-size="11">{short(tick)}</text>'
-    free = -_WIDTH
+    free = -float(_WIDTH)
     for tick in frame.x_ticks:
         x = _WIDTH * frame.x(tick)
         yield f'<path d="M{x:.1f} {_HEIGHT}v5" stroke="#666"/>'

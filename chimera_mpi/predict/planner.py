@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import inf, sqrt
 from typing import Any, NamedTuple, cast
 
@@ -518,22 +518,15 @@ def _left_out(bench: _Bench, space: Space, chosen: Collection[str], workers: int
 
 
 def _nearest_unfit(bench: _Bench, unfit: Sequence[_Candidate], best_s: float) -> Unfit | None:
-    """Of what is faster than the best, what lacks least memory, as far as a look at the most promising tells."""
-    nearest: tuple[float, Choice] | None = None
-    tried = 0
-    for bound_s, choice in unfit:  # the lowest bound first
-        if bound_s >= best_s or tried == _UNFIT_TRIED:
-            break
-        if nearest is None or bench.lacking_bytes(choice) < nearest[0]:
-            lacking = bench.needed_bytes(choice) - bench.machine.memory_bytes
-            if nearest is None or lacking < nearest[0]:
-                tried += 1
-                if bench.step_s(choice) < best_s:
-                    nearest = lacking, choice
-    return Unfit(estimate(bench.work, bench.machine, nearest[1]), nearest[0]) if nearest else None
+    """Of what is faster than the best, what lacks least memory; None if it is not among those that lack least."""
+    promising = {replace(c.choice, sync=""): c.choice for c in reversed(unfit) if c.bound_s < best_s}
+    for lacking, choice in islice(_by_lack(bench, promising.values()), _UNFIT_TRIED):
+        if bench.step_s(choice) < best_s:
+            return Unfit(estimate(bench.work, bench.machine, choice), lacking)
+    return None
 
 
-_UNFIT_TRIED = 300
+_UNFIT_TRIED = 400
 
 
 def _by_lack(bench: _Bench, choices: Iterable[Choice]) -> Iterator[tuple[float, Choice]]:

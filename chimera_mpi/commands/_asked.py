@@ -20,9 +20,11 @@ from ..schedule import ALIASES, SCHEMES, STREAMS, nearest
 
 @dataclass(frozen=True)
 class Asked:
-    """A model, a machine, and what may be chosen. `name` is that of the model's configuration."""
+    """A model, a machine, and what may be chosen. `name` is that of the model's configuration, `machine_name` what the
+    machine was asked for by."""
 
     name: str
+    machine_name: str
     config: Config
     work: Work
     machine: Machine
@@ -66,7 +68,7 @@ def asked_of(args: argparse.Namespace) -> Asked:
         space = replace(space, recompute=(config.recompute,))
     if "sync" in given:
         space = replace(space, syncs=(config.sync,))
-    return Asked(Path(args.source).stem, config, work_of(config), machine, mini_batch, space)
+    return Asked(Path(args.source).stem, args.machine, config, work_of(config), machine, mini_batch, space)
 
 
 def _schemes(args: argparse.Namespace, config: Config, given: set[str]) -> tuple[str, ...]:

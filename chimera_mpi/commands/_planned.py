@@ -187,6 +187,8 @@ def configuration(asked: Asked, outcome: Outcome, workers: int) -> str:
         "partition": _partition(choice),
         **dict(choice.options),
     }
+    if "machine" in type(asked.config).model_fields:  # by which train predicts its steps
+        values["machine"] = asked.machine_name
     unset = [name for name, value in values.items() if value is None]
     lines = [
         f"# Planned from {asked.name} for {workers} ranks of {asked.machine.name}: D={choice.depth}, W={choice.width}.",

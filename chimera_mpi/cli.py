@@ -24,6 +24,7 @@ COMMANDS = {
     "check": "check a schedule in a CSV file and draw it",
     "data": "make the token file that train reads",
     "train": "train a model on all ranks of an MPI job",
+    "plan": "choose how to train a model on a machine, and predict the step",
     "bench": "measure schedules on this machine and network, without a GPU",
     "report": "sum up a run and draw its planned and its measured step",
     "doctor": "look at this machine, try its MPI, compare training with one process",
@@ -93,6 +94,12 @@ def _version() -> str:
 
 class Parser(argparse.ArgumentParser):
     """Names the nearest option for a misspelt one, and leaves usage errors to `main`."""
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does, but words such as key=value may stand on either side of options."""
+        if self._subparsers is not None:
+            return super().parse_args(args, namespace)
+        return self.parse_intermixed_args(args, namespace)
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does, but a misspelt option is named before others are missed."""

@@ -29,7 +29,7 @@ from .runtime.gradients import SHARED_FROM_BYTES
 from .runtime.grid import Comm, Grid, width_of
 from .runtime.mailbox import Delivery, Spec, Tensors
 from .runtime.optimizer import LearningRate, Recipe
-from .runtime.pipeline import Pipeline, Settings, check_compatible
+from .runtime.pipeline import Pipeline, Settings, check_job
 from .runtime.profile import layer_seconds
 from .runtime.stage import trace
 from .runtime.staging import Direct, Staging
@@ -93,7 +93,7 @@ def job_of(
     costs = stage_costs(flops, cuts)
     plan = ordered(config, plan, costs)
     is_fp16, is_sharded = config.precision == "fp16", config.optimizer_sharding == "replicas"
-    check_compatible(plan.schedule, task.model, cuts, Recipe(config.optimizer), is_sharded, is_fp16)
+    check_job(plan.schedule, task.model, cuts, Recipe(config.optimizer), is_sharded, is_fp16)
     return Job(config, width, plan, task, sizes, cuts, tuple(costs), imbalance(flops, cuts, plan.schedule))
 
 

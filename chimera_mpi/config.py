@@ -23,6 +23,7 @@ DEFAULT_DATA = Path("data/corpus.h5")
 
 Count = Annotated[int, Field(ge=1, le=10**9, strict=True)]
 Number = Annotated[int, Field(ge=0, le=10**9, strict=True)]
+Seconds = Annotated[float, Field(gt=0)]
 Switch = Annotated[bool, Field(strict=True)]
 
 
@@ -91,6 +92,9 @@ class Config(BaseModel):
         True, description="replicas on a node sum large gradients in memory that they share, if /dev/shm has room"
     )
     bucket_bytes: Count = Field(4 << 20, description="of gradients that are summed over replicas together")
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop", description="what is done at a loss or gradients of nan or inf: stop before the update, or do without it"
+    )
     seed: Number = 0
 
     # files and figures
@@ -110,6 +114,14 @@ class Config(BaseModel):
     eval_mini_batches: Count = 2
     check_replicas: Count | None = Field(None, description="steps between comparisons of all replicas, to the bit")
     spans_every: Count = Field(10, description="steps between those whose spans are logged")
+
+    # the end
+    time_limit: Literal["auto"] | Seconds | None = Field(
+        None, description="seconds after which to stop, with a checkpoint; auto: before the end of the Slurm job"
+    )
+    watchdog_s: Literal["auto"] | Seconds | None = Field(
+        "auto", description="how long no op may begin or end within a step; auto: a multiple of a step's time"
+    )
 
     # the machine
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where torch sees one")
@@ -161,6 +173,8 @@ def check_together(config: Config) -> None:
         raise InputError(f"checkpoint_every={config.checkpoint_every} needs a folder: give checkpoint=FOLDER")
     if config.checkpoint is None and config.resume == "auto":
         raise InputError("resume=auto looks in the folder for checkpoints: give checkpoint=FOLDER")
+    if config.on_nan == "skip" and config.scheme in STREAMS:
+        raise InputError(f"{config.scheme} updates stage by stage, and skipping an update needs all: set on_nan=stop")
 
 
 def schedule_of(config: Config, costs: OpCosts | None = None, done: int = 0) -> Steps:

@@ -73,6 +73,7 @@ STEPS = (
     Column("flops_per_s", "f4", "flop/s"),
     Column("bubble_ratio", "f4", "1"),
     Column("warmup", "u1", "1"),
+    Column("skipped", "u1", "1"),
     Column("session", "i2", "1"),
 )
 WORKERS = (
@@ -128,6 +129,7 @@ class StepRow(NamedTuple):
     flops: float  # of the model, all ranks
     bubble_ratio: float
     warmup: bool  # not to be counted in means of time
+    skipped: bool = False  # an update, because gradients or loss were not finite
 
 
 class Session(NamedTuple):
@@ -350,10 +352,10 @@ class RunLog:
 
     def _columns(self, row: StepRow) -> tuple[float, ...]:
         """The row in the order of `STEPS`."""
-        step, loss, grad_norm, learning_rate, seconds, samples, tokens, flops, bubble_ratio, warmup = row
+        step, loss, grad_norm, learning_rate, seconds, samples, tokens, flops, bubble_ratio, warmup, skipped = row
         rates = (amount / seconds if seconds > 0 else math.nan for amount in (samples, tokens, flops))
         started = (step, loss, grad_norm, learning_rate, seconds, samples, tokens)
-        return (*started, *rates, bubble_ratio, warmup, self._session)
+        return (*started, *rates, bubble_ratio, warmup, skipped, self._session)
 
     def _write_rows(self) -> None:
         if self._steps:
@@ -698,7 +700,8 @@ def read_run(path: str | Path) -> Run:
         attributes = {name: _plain(value) for name, value in file.attrs.items()}
         columns = _alike(_step_tables(file))
         steps = dict(zip(_names(STEPS), columns, strict=False))
-        steps["warmup"] = steps["warmup"].astype(bool)
+        for switch in ("warmup", "skipped"):
+            steps[switch] = steps[switch].astype(bool)
         plan_rows, plan_sessions = _alike([file["plan/spans"], file["plan/session"]])
         return Run(
             path=path,

@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -23,8 +24,9 @@ from .errors import InputError, refusing
 from .models import Model, make_layer
 from .predict.partition import Cuts, Recompute, by_thirds, cut_at, cut_by, cut_uniformly, imbalance, stage_costs
 from .runlog import RunLog, StepRow
-from .runtime.agreement import agree
+from .runtime.agreement import Herald, agree
 from .runtime.clock import aligned_clock
+from .runtime.examine import first_broken
 from .runtime.gradients import SHARED_FROM_BYTES
 from .runtime.grid import Comm, Grid, width_of
 from .runtime.mailbox import Delivery, Spec, Tensors
@@ -34,14 +36,17 @@ from .runtime.profile import layer_seconds
 from .runtime.stage import trace
 from .runtime.staging import Direct, Staging
 from .runtime.waiting import Patience
+from .runtime.watchdog import Watchdog, awaited
 from .runtime.worker import Feed, MicroBatch, Sums, Targets
 from .saving import Saver
 from .schedule import STREAMS, Schedule
+from .stopping import AGAIN, DONE, End, Stops
 from .tasks import Task, task_of
 from .timeline import Span, breakdown
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 Read = Callable[[int, int], tuple[Tensors, Targets]]  # (step, number of the micro-batch) -> inputs, targets
+GO_ON, STOP, FAIL = 0, 1, 2  # what rank 0 has all ranks do
 WARMUP_STEPS = 2  # in which torch and MPI set themselves up: not counted in means of time
 
 
@@ -138,6 +143,8 @@ class Progress(NamedTuple):
     seconds: float
     samples_per_s: float
     validation_loss: float | None
+    skipped: int  # steps without an update, so far
+    remark: str = ""  # a line of its own
 
 
 class StepReport(NamedTuple):
@@ -151,6 +158,7 @@ class StepReport(NamedTuple):
     allreduce_wait_s: float
     update_s: float
     peak_bytes: float
+    skipped: float
 
 
 class Total(NamedTuple):
@@ -179,11 +187,12 @@ class Part:
         entering: Callable[[int], Sequence[Spec]],
         clock: Callable[[], float] = time.perf_counter,
         staging: Staging = Direct(),
+        guards: bool = False,
     ):
         """`entering(size)` are the tensors that enter layer 0 with a micro-batch of that size; `staging` has the
-        device that this rank computes on."""
+        device that this rank computes on. One that `guards` skips updates by gradients that are not finite."""
         self.grid, self.job, self.patience = grid, job, patience_of(grid, job.config)
-        self.staging = staging
+        self.staging, self.guards = staging, guards
         self.largest = entering(max(job.sizes))
         self.first = grid.replica * job.plan.micro_batches
         self.pipeline = Pipeline(
@@ -205,6 +214,7 @@ class Part:
             recipe=Recipe(config.optimizer, weight_decay=config.weight_decay, momentum=config.momentum),
             clip=config.clip,
             loss_scale=self._loss_scale() if config.precision == "fp16" else None,
+            guards=self.guards,
             bucket_bytes=config.bucket_bytes,
             shared_from_bytes=SHARED_FROM_BYTES if config.shared_sums else math.inf,
             delivery=Delivery(
@@ -266,13 +276,15 @@ class Run:
         tell: Callable[[Progress], None] = lambda progress: None,
         staging: Staging = Direct(),
         resumed: Checkpoint | None = None,
+        stops: Stops | None = None,
     ):
-        """Raises InputError if the layers of the checkpoint to go on from, `resumed`, are others than the job's."""
-        self.job, self.log, self.tell = job, log, tell
+        """`stops` may end it early; its limit is rank 0's. Raises InputError if the layers of the checkpoint to go on
+        from, `resumed`, are others than the job's."""
+        self.job, self.log, self.tell, self.stops = job, log, tell, stops or Stops()
         config = job.config
         self.grid = Grid(comm, config.depth)
         self.clock = aligned_clock(self.grid.world, patience_of(self.grid, config))
-        self.part = Part(self.grid, job, self._entering, self.clock, staging)
+        self.part = Part(self.grid, job, self._entering, self.clock, staging, guards=True)
         self.pipeline = self.part.pipeline
         self.read = reader(job, corpus)
         self.read_validation = partial(read_micro_batch, job.task.batches(validation, job.sizes, None))
@@ -284,30 +296,47 @@ class Run:
         self.saver = Saver(self.pipeline, config.checkpoint, config.checkpoint_keep) if config.checkpoint else None
         if resumed:
             self._resume(resumed)
+        self.here = self.pipeline.worker.here
+        self.herald = Herald(self.grid.world, self.part.patience)
+        self.watchdog = self._watchdog()
+        self._noted: list[float] = []  # rank 0: the signals of all ranks
+        self._word, self._reason, self._remark = GO_ON, "", ""
+        self._broken = self._skipped = 0
 
     def _entering(self, size: int) -> Sequence[Spec]:
         return [Spec((size, self.job.config.sequence_length), torch.int64)] * self.job.task.inputs
 
-    def run(self) -> None:
-        """All steps that are left. Raises OpFailed where an op failed, and on all ranks RunFailed."""
+    def run(self) -> End:
+        """The steps that are left, or as many as there is time for. Rank 0 has the reason. Raises OpFailed where an op
+        failed, and on all ranks RunFailed."""
         config = self.job.config
-        for first in range(self.first, config.steps, self.job.plan.steps):
-            steps = range(first, first + self.job.plan.steps)
-            self._advance(steps)
-            if self.saver:
-                self.saver.poll()
-            if config.checkpoint_every and any((step + 1) % config.checkpoint_every == 0 for step in steps):
-                self.save(steps[-1] + 1, wait=False)
-        self.save(config.steps, wait=True)
+        with self.watchdog or nullcontext():
+            self._gather([])
+            self._send_word()
+            for first in range(self.first, config.steps, self.job.plan.steps):
+                if word := self.herald.heard():
+                    return self._stop(first, saves=word == STOP)
+                steps = range(first, first + self.job.plan.steps)
+                if not self._advance(steps):
+                    return self._stop(first, saves=True)
+                if self.saver:
+                    self.saver.poll()
+                if config.checkpoint_every and any((step + 1) % config.checkpoint_every == 0 for step in steps):
+                    self.save(steps[-1] + 1, wait=False)
+                self._send_word()
+            self.herald.heard()
+            self.save(config.steps, wait=True)
+            return DONE
 
     def save(self, next_step: int, wait: bool) -> None:
         """Write a checkpoint, if there is a folder for it, of what the run is between two steps: `next_step` are done.
         It is written in the background unless one is to `wait`. Collective. Raises RunFailed on all ranks."""
         if self.saver is None:
             return
-        if self.log is not None:  # a checkpoint is never ahead of the log
-            self.log.flush(sync=True)
-        self.saver.save(next_step, self._facts(next_step) if self.grid.world.rank == 0 else {}, wait)
+        with self.here.excused("a checkpoint"):
+            if self.log is not None:  # a checkpoint is never ahead of the log
+                self.log.flush(sync=True)
+            self.saver.save(next_step, self._facts(next_step) if self.grid.world.rank == 0 else {}, wait)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         agree(self.grid.world, lambda: self.pipeline.take_up(checkpoint.layer))
@@ -341,12 +370,17 @@ class Run:
         self.pipeline.close()
         self.grid.close()
 
-    def _advance(self, steps: range) -> None:
-        """Carry out the schedule once, evaluate when it is time, log and tell."""
+    def _advance(self, steps: range) -> bool:
+        """Carry out the schedule once, evaluate when it is time, log and tell. False where it broke, and left the
+        weights as they were."""
         config = self.job.config
         started = self.clock()
         spans, sums = self.pipeline.run(self.part.feed(self.read, steps[0]), steps[0], self.learning_rate)
         seconds = (self.clock() - started) / len(steps)
+        if self.pipeline.broke and not self._bear(steps[0]):
+            return False
+        if self.watchdog:
+            self.watchdog.measured(seconds * len(steps))
         rows = _step_reports(spans, sums, started)
         table = self._gather([number for row in rows for number in row])
         if _is_due(steps, config.spans_every, config.steps):
@@ -356,23 +390,66 @@ class Run:
         evaluation = self.evaluate(steps[-1]) if _is_due(steps, config.eval_every, config.steps) else None
         if table is not None:
             by_step = table.reshape(len(table), len(steps), -1).swapaxes(0, 1)
-            for step, of_step in zip(steps, by_step, strict=True):
-                self._tell(step, seconds, of_step, evaluation if step == steps[-1] else None)
+            with self.here.excused("the log"):
+                for step, of_step in zip(steps, by_step, strict=True):
+                    self._tell(step, seconds, of_step, evaluation if step == steps[-1] else None)
+        return True
+
+    def _bear(self, step: int) -> bool:
+        """Whether to go on after a step that broke; finds out where, but not for each one that is skipped. Collective."""
+        self._broken += 1
+        if self._broken == 1:
+            with self.here.excused("a search for what broke"):
+                found = first_broken(self.pipeline, self.part.feed(self.read, step), step)
+            where = f"first {found}" if found else "but all is finite when the step is repeated"
+            self._reason = f"step {step}: a loss or gradients of nan or inf, {where}"
+            if self.job.config.on_nan == "skip":
+                self._remark = f"{self._reason}; it is skipped, as are others like it"
+        return self.job.config.on_nan == "skip"
+
+    def _send_word(self) -> None:
+        """Have all ranks go on after the next pass, or not; `heard` once that is through. Collective."""
+        if self.grid.world.rank == 0 and self._word != FAIL:
+            self._reason = self.stops.why(self._noted, self.saver.seconds if self.saver else 0.0)
+            self._word = STOP if self._reason else GO_ON
+        self.herald.send(self._word)
+
+    def _stop(self, next_step: int, saves: bool) -> End:
+        """End the run before `next_step`, with a checkpoint if it `saves` and has a folder. Collective."""
+        reason = f"{self._reason}: stopped after {next_step} of {self.job.config.steps} steps"
+        if self.saver is None:
+            return End(f"{reason}, nothing is saved: next time give checkpoint=FOLDER", 1)
+        if not saves:
+            self.saver.finish()
+            return End(f"{reason}, of which {self.saver.newest or 'nothing'} is saved", 1)
+        self.save(next_step, wait=True)
+        return End(f"{reason}, saved in {self.saver.folder}: go on by resume=auto", 1 if self._broken else AGAIN)
 
     def evaluate(self, after_step: int) -> tuple[float, int]:
         """The mean loss in nats over the first validation samples, and their number of tokens."""
         firsts = range(0, self.job.config.eval_mini_batches, self.job.plan.steps)
         feeds = (self.part.feed(self.read_validation, first) for first in firsts)
-        total = self.part.total(*(self.pipeline.evaluate(feed, after_step) for feed in feeds))
+        with self.here.excused("an evaluation"):
+            total = self.part.total(*(self.pipeline.evaluate(feed, after_step) for feed in feeds))
         return total.mean_loss, int(total.targets)
 
     def _gather(self, row: list[float]) -> NDArray[np.float64] | None:
-        """The rows of all ranks, on rank 0."""
+        """The rows of all ranks, on rank 0, which also learns of the signals that they have noted."""
         world = self.grid.world
-        mine = np.array(row)
-        table = np.empty((world.size, len(row))) if world.rank == 0 else None
+        mine = np.array([*row, self.stops.signals.number])
+        table = np.empty((world.size, len(mine))) if world.rank == 0 else None
         self.part.patience.wait(world.Igather(mine, table))
-        return table
+        if table is None:
+            return None
+        self._noted = table[:, -1].tolist()
+        return table[:, :-1]
+
+    def _watchdog(self) -> Watchdog | None:
+        asked = self.job.config.watchdog_s
+        if asked is None:
+            return None
+        waits_for = partial(awaited, self.job.plan.schedule, self.grid)
+        return Watchdog(self.grid, self.here, waits_for, None if asked == "auto" else asked)
 
     def _log_spans(self, step: int, spans: list[Span]) -> None:
         everyone = self.grid.world.gather(spans)
@@ -389,7 +466,11 @@ class Run:
     ) -> None:
         by_column = dict(zip(StepReport._fields, table.T, strict=True))
         total = Total(*(float(by_column[name].sum()) for name in Total._fields))
-        samples = sum(self.job.sizes)
+        samples, skipped = sum(self.job.sizes), int(by_column["skipped"].max())
+        self._skipped += skipped
+        if not (self.pipeline.guards or skipped) and not math.isfinite(total.loss + total.square_norm):
+            rank = next(rank for rank, row in enumerate(table) if not np.isfinite(row[: len(total)]).all())
+            self._word, self._reason = FAIL, f"step {step}: a loss or gradients of nan or inf, first seen on rank {rank}"
         if self.log is not None:
             row = StepRow(
                 step=step,
@@ -402,13 +483,16 @@ class Run:
                 flops=self.flops,
                 bubble_ratio=1 - by_column["compute_s"].mean() / seconds,
                 warmup=step < self.first + WARMUP_STEPS,
+                skipped=skipped > 0,
             )
-            self.log.step(row, table[:, 3:])
+            self.log.step(row, table[:, len(total) : -1])
             if evaluation:
                 self.log.evaluation(step, *evaluation)
         validation_loss = evaluation[0] if evaluation else None
         steps, per_s = self.job.config.steps, samples / seconds
-        self.tell(Progress(step, steps, total.mean_loss, total.grad_norm, seconds, per_s, validation_loss))
+        figures = (total.mean_loss, total.grad_norm, seconds, per_s, validation_loss)
+        self.tell(Progress(step, steps, *figures, self._skipped, self._remark))
+        self._remark = ""
 
 
 RULES = (
@@ -551,6 +635,6 @@ def _step_reports(spans: list[Span], sums: list[Sums], started_s: float) -> list
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     compute_s, wait_s, allreduce_wait_s, update_s = (t / len(sums) for t in breakdown(spans, started_s))
     return [
-        StepReport(s.loss, s.targets, s.square_norm, compute_s, wait_s, allreduce_wait_s, update_s, peak_bytes)
+        StepReport(*s[:3], compute_s, wait_s, allreduce_wait_s, update_s, peak_bytes, s.skipped)
         for s in sums
     ]

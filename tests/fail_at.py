@@ -1,23 +1,34 @@
-"""Run `chimera-mpi` with a fault in it: fail_at.py PHASE RANK ARGUMENTS. One rank raises in the given phase."""
+"""Run `chimera-mpi` with a fault in it: fail_at.py PHASE[:FAULT[:CALL]] RANK ARGUMENTS.
 
+In the given phase, at its first CALL or a later one, one rank raises, or what FAULT says.
+"""
+
+import os
+import signal
 import sys
+import time
 
 import torch
 from mpi4py import MPI
 
-from chimera_mpi import config, data, report, runlog
+from chimera_mpi import config, data, report, runlog, train
 from chimera_mpi.cli import main
-from chimera_mpi.runtime import pipeline, stage
+from chimera_mpi.runtime import gradients, pipeline, stage
 
 PHASES = {
     "config": (config, "load"),
     "data": (data, "open_corpus"),
     "build": (pipeline.Pipeline, "_mailbox"),
+    "begin": (train.Run, "run"),
     "forward": (stage.Stage, "forward"),
     "backward": (torch.autograd, "backward"),
+    "reduce": (gradients.Gradients, "_start"),
     "update": (torch.optim.AdamW, "step"),
+    "evaluate": (train.Run, "evaluate"),
     "log": (runlog.RunLog, "step"),
+    "flush": (runlog._Bursts, "commit"),
     "report": (report, "summary"),
+    "close": (train.Run, "close"),
 }
 
 
@@ -25,8 +36,74 @@ def broken(*arguments, **named):
     raise RuntimeError("a fault put in")
 
 
+def sleep(*arguments, **named):
+    while True:
+        time.sleep(1)
+
+
+def launcher():
+    """The process that FAULT_LAUNCHED_BY started, of which this one comes."""
+    process = os.getpid()
+    while True:
+        with open(f"/proc/{process}/stat") as stat:
+            parent = int(stat.read().rpartition(")")[2].split()[1])
+        if parent in (int(os.environ["FAULT_LAUNCHED_BY"]), 0, 1):
+            return process
+        process = parent
+
+
+def sending(number, find_process, times=1):
+    """To go on with the phase after a signal, or several, each a while after the other."""
+
+    def send(original, *arguments, **named):
+        for again in range(times):
+            time.sleep(1.5 * again)
+            os.kill(find_process(), number)
+        return original(*arguments, **named)
+
+    return send
+
+
+def spoilt(original, *arguments, **named):
+    """What the phase returns, not a number."""
+    return tuple(tensor * torch.nan for tensor in original(*arguments, **named))
+
+
+INSTEAD = {
+    "raise": broken,
+    "hang": sleep,
+    "exit": lambda *_, **__: sys.exit(0),
+    "vanish": lambda *_, **__: os._exit(0),
+    "kill": lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL),
+}
+BESIDES = {
+    "nan": spoilt,
+    "interrupt": sending(signal.SIGINT, os.getpid),
+    "interrupt_twice": sending(signal.SIGINT, os.getpid, times=2),
+    "term": sending(signal.SIGTERM, os.getpid),
+    "usr1": sending(signal.SIGUSR1, os.getpid),
+    "term_launcher": sending(signal.SIGTERM, launcher),
+    "usr1_launcher": sending(signal.SIGUSR1, launcher),
+}
+
+
+def faulty(original, fault, at_call):
+    calls = 0
+
+    def phase(*arguments, **named):
+        nonlocal calls
+        calls += 1
+        if fault in BESIDES and (calls == at_call or (fault == "nan" and calls > at_call)):
+            return BESIDES[fault](original, *arguments, **named)
+        return (INSTEAD[fault] if fault in INSTEAD and calls >= at_call else original)(*arguments, **named)
+
+    return phase
+
+
 if __name__ == "__main__":
-    phase, rank, *arguments = sys.argv[1:]
+    what, rank, *arguments = sys.argv[1:]
+    name, fault, call = (what.split(":") + ["raise", "1"][what.count(":") :])[:3]
     if MPI.COMM_WORLD.rank == int(rank):
-        setattr(*PHASES[phase], broken)
+        place, attribute = PHASES[name]
+        setattr(place, attribute, faulty(getattr(place, attribute), fault, int(call)))
     sys.exit(main(arguments))

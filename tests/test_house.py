@@ -16,7 +16,7 @@ FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 FLOORS = [
     {"errors", "host"},
     {"lock"},
-    {"schedule"},
+    {"schedule", "stopping"},
     {"timeline", "draw"},
     {"predict", "models", "data", "config", "checkpoint"},
     {"runlog", "runtime", "tasks"},

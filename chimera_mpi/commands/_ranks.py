@@ -50,8 +50,6 @@ def ending_together(world: Any) -> Iterator[None]:
         _end(world, 130, "interrupted" if world.rank == 0 else "")
         raise
     except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            raise
         text = "".join(traceback.format_exception(error))
         _end(world, 1, "\n".join(f"rank {world.rank}: {line}" for line in text.splitlines()))
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import InputError, RunFailed
 from ..host import keep_freed_memory
 from ..predict import weight_versions
+from ..stopping import Signals, Stops, find_limit, save_seconds
 from ._devices import find_staging
 from ._ranks import ending_together, refuse_singletons, set_threads
 
@@ -40,24 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mpi4py import MPI
+    began_s = time.monotonic()
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    with Signals() as signals:
+        from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
-    refuse_singletons(world.size, os.environ)
-    with ending_together(world):
-        try:
-            return _train(world, args)
-        except InputError:
-            if world.rank == 0:
-                raise
-            return 2
-        except RunFailed:
-            if world.rank == 0:
-                raise
-            return 1
+        world = MPI.COMM_WORLD
+        refuse_singletons(world.size, os.environ)
+        with ending_together(world):
+            try:
+                return _train(world, args, signals, began_s)
+            except InputError:
+                if world.rank == 0:
+                    raise
+                return 2
+            except RunFailed:
+                if world.rank == 0:
+                    raise
+                return 1
 
 
-def _train(world: Any, args: argparse.Namespace) -> int:
+def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: float) -> int:
     from .. import report
     from ..config import DEFAULT_DATA, check_together, load
     from ..data import open_corpus
@@ -94,13 +100,14 @@ def _train(world: Any, args: argparse.Namespace) -> int:
         keep_freed_memory()
     agree(world, on_rank_0(lambda: try_loss(job, reader(job, corpus))))
     job = measured(world, node.patience, job, reader(job, corpus), staging, resumed)
+    limit = agree(world, on_rank_0(lambda: find_limit(config.time_limit, began_s, os.environ, _save_s(job))))
     facts = {**_facts(world, threads), "devices": devices}
     with ExitStack() as stack:
         if config.checkpoint:
             agree(world, on_rank_0(lambda: stack.enter_context(_own_folder(config, choice))))
         log = agree(world, on_rank_0(lambda: _open_log(job, validation, world.size, facts, choice)))
         tell = _Teller() if world.rank == 0 else _tell_nobody
-        run = Run(world, job, corpus, validation, log, tell, staging, resumed)
+        run = Run(world, job, corpus, validation, log, tell, staging, resumed, Stops(signals, limit))
         if world.rank == 0:
             told = f"{run.part.patience}, {run.pipeline.worker.gradients.where}"
             told += ", a thread moves messages" if run.pipeline.progress else ""
@@ -108,14 +115,25 @@ def _train(world: Any, args: argparse.Namespace) -> int:
                 "\n".join([*_resuming(choice, config), _opening(job, world.size, threads, devices, told)]), flush=True
             )
         with log or nullcontext():
-            run.run()
+            end = run.run()
+            if log is not None:
+                log.close(end.reason)
         run.close()
     ending = [] if log is None else ["", *report.summary(read_run(log.path)), f"log         {log.path}"]
     if world.rank == 0 and run.saver:
         ending.append(f"checkpoint  {run.saver.newest}")
     if ending:
         print("\n".join(ending), flush=True)
-    return 0
+    if world.rank == 0 and end.code:
+        print(f"chimera-mpi: {end.reason}", file=sys.stderr, flush=True)
+    return end.code
+
+
+def _save_s(job: Job) -> float:
+    """Seconds that a first checkpoint may take."""
+    from ..models import parameter_count
+
+    return save_seconds(parameter_count(job.task.model)) if job.config.checkpoint else 0.0
 
 
 def _on_rank_0(world: Any, act: Callable[[], T]) -> Callable[[], T | None]:
@@ -276,6 +294,8 @@ class _Teller:
         self.seconds = [*self.seconds[-19:], progress.seconds]
         last = progress.step + 1 == progress.steps
         line = self._line(progress)
+        if progress.remark:
+            print(f"\r\x1b[K{progress.remark}" if self.on_terminal else progress.remark, flush=True)
         if self.on_terminal and progress.validation_loss is None and not last:
             print(f"\r\x1b[K{line}", end="", flush=True)
         elif last or progress.validation_loss is not None or time.monotonic() - self.told_s > self.every_s:
@@ -285,7 +305,8 @@ class _Teller:
     def _line(self, progress: Progress) -> str:
         left = round((progress.steps - progress.step - 1) * sum(self.seconds) / len(self.seconds))
         validation = "" if progress.validation_loss is None else f"  validation {progress.validation_loss:.4f}"
+        skipped = f"  {progress.skipped} skipped" if progress.skipped else ""
         return (
             f"step {progress.step + 1}/{progress.steps}  loss {progress.loss:.4f}  grad norm {progress.grad_norm:.3f}  "
-            f"{progress.samples_per_s:.1f} samples/s  {left // 60}:{left % 60:02} left{validation}"
+            f"{progress.samples_per_s:.1f} samples/s  {left // 60}:{left % 60:02} left{validation}{skipped}"
         )

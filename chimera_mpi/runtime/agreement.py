@@ -45,6 +45,24 @@ def meet(world: MPI.Intracomm, patience: Patience, act: Callable[[], tuple[str, 
     return result[1]  # type: ignore[index]
 
 
+class Herald:
+    """Carries a number of rank 0 to all ranks, which nobody waits for before it is needed."""
+
+    def __init__(self, world: MPI.Intracomm, patience: Patience):
+        self.world, self.patience = world, patience
+        self._word, self._under_way = np.zeros(1, dtype=np.int64), MPI.REQUEST_NULL
+
+    def send(self, word: int) -> None:
+        """That of rank 0 counts. Collective, once the last one has been heard."""
+        self._word[0] = word
+        self._under_way = self.world.Ibcast(self._word)
+
+    def heard(self) -> int:
+        """What was sent last, on all ranks."""
+        self.patience.wait(self._under_way)
+        return int(self._word[0])
+
+
 @torch.no_grad()
 def take_values_of_root(
     world: MPI.Intracomm, patience: Patience, tensors: Iterable[torch.Tensor], limit_bytes: int

@@ -54,6 +54,15 @@ class Bucket:
         """Whether this rank adds the squares of what is `mine` to the norm of the model."""
         return self.sum.is_share or self.comm.rank == 0
 
+    def cut(self, place: Place) -> Iterator[tuple[nn.Parameter, slice]]:
+        """The parameters of which something is `mine`, and where."""
+        start = -self.sum.start_at
+        for parameter in self.parameters[place]:
+            own = slice(max(start, 0), min(start + parameter.numel(), len(self.mine)))
+            if own.start < own.stop:
+                yield parameter, own
+            start += parameter.numel()
+
     def is_ready(self, place: Place) -> bool:
         """Note that `place` is; whether this was the last one."""
         news = place not in self.ready
@@ -149,6 +158,16 @@ class Gradients:
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Where the gradient of a parameter adds up; None for one that is frozen."""
         return self._pieces.get(parameter)
+
+    def broken(self) -> set[nn.Parameter]:
+        """The parameters whose gradients are not finite, as far as this rank has their sums."""
+        return {
+            parameter
+            for bucket in {bucket for buckets in self._of_place.values() for bucket in buckets}
+            for place in bucket.parameters
+            for parameter, own in bucket.cut(place)
+            if not bool(torch.isfinite(bucket.mine[own]).all())
+        }
 
     def buckets(self, place: Place) -> tuple[Bucket, ...]:
         """Those of the stage's own parameters, without tied ones."""

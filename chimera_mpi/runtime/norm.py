@@ -22,37 +22,55 @@ class LossScale:
     growth_steps: int = 2000
     steps: int = 0  # without an overflow
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether it has fallen so low that not the scale makes gradients overflow: the loss or the weights are."""
+        return self.value < SMALLEST
+
     def learn(self, overflowed: bool) -> None:
         self.steps = 0 if overflowed else self.steps + 1
         if overflowed:
-            self.value /= 2
-            if self.value < SMALLEST:
-                raise FloatingPointError(
-                    f"gradients are not finite even with a loss scale of {2 * self.value:.1e}: the loss or the weights "
-                    "are inf or nan"
-                )
+            self.value = max(self.value, SMALLEST) / 2
         elif self.steps == self.growth_steps:
             self.value, self.steps = self.value * 2, 0
 
 
 class GlobalNorm:
-    """Clips gradients by `limit`, and where losses are scaled skips the step whose gradients are not finite."""
+    """Clips gradients by `limit`, and skips an update by gradients that are not finite, or of a loss that is not,
+    where losses are scaled or it `guards` the weights."""
 
-    def __init__(self, world: MPI.Comm, patience: Patience, limit: float | None, loss_scale: LossScale | None):
-        self.world, self.patience, self.loss_scale = world, patience, loss_scale
+    def __init__(
+        self,
+        world: MPI.Comm,
+        patience: Patience,
+        limit: float | None,
+        loss_scale: LossScale | None,
+        guards: bool = False,
+    ):
+        self.world, self.patience, self.loss_scale, self.guards = world, patience, loss_scale, guards
         self.limit = math.inf if limit is None else limit
         self.skips = False
+        self.broke = False  # it skips, and no overflow explains that
 
     @property
     def scale(self) -> float:
         """What losses are multiplied by."""
         return self.loss_scale.value if self.loss_scale else 1.0
 
-    def judge(self, squares: float) -> float:
-        """What to multiply all gradients by; sets `skips`. `squares` is this rank's share; collective."""
-        total = np.array([squares])
+    def judge(self, squares: float, loss: float = 0.0) -> float:
+        """What to multiply all gradients by; sets `skips`, and `broke`. `squares` of gradients and `loss` are this
+        rank's shares; collective. Raises FloatingPointError where a falling loss scale is no way out and it does not
+        guard."""
+        total = np.array([squares, loss])
         self.patience.wait(self.world.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
+        overflowed = not np.isfinite(total).all()
+        self.skips = overflowed and (self.guards or self.loss_scale is not None)
         if self.loss_scale:
-            self.skips = not math.isfinite(total[0])
-            self.loss_scale.learn(self.skips)
+            self.loss_scale.learn(overflowed)
+        self.broke = self.skips and (self.loss_scale is None or self.loss_scale.exhausted)
+        if self.broke and not self.guards:
+            raise FloatingPointError(
+                f"gradients are not finite even with a loss scale of {self.scale:.1e}: the loss or the weights "
+                "are inf or nan"
+            )
         return 1.0 if self.skips else min(1.0, self.limit / (math.sqrt(total[0]) + 1e-6))

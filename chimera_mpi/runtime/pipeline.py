@@ -38,6 +38,7 @@ class Settings:
     recompute: Recompute = Recompute()
     clip: float | None = None
     loss_scale: float | None = None  # at the start; dynamic, for fp16
+    guards: bool = False  # weights from gradients that are not finite, where a step has one update
     bucket_bytes: int = BUCKET_BYTES  # of gradients that are reduced together
     shared_from_bytes: float = SHARED_FROM_BYTES  # of a stage's gradients: from there on in memory that nodes share
     delivery: Delivery = Delivery()
@@ -105,10 +106,21 @@ class Pipeline:
         with self.progress or nullcontext():
             return self.worker.run(feed, first_step, learning_rate)
 
-    def evaluate(self, feed: Feed, step: int) -> Sums:
-        """Only the loss of the schedule's micro-batches: this worker's part of it."""
+    @property
+    def guards(self) -> bool:
+        """Whether weights are kept from gradients that are not finite."""
+        return self.worker.norm is not None and self.worker.norm.guards
+
+    @property
+    def broke(self) -> bool:
+        """Whether the last step was skipped, and not for an overflow that a smaller loss scale prevents."""
+        return self.worker.norm is not None and self.worker.norm.broke
+
+    def evaluate(self, feed: Feed, step: int, training: bool = False) -> Sums:
+        """Only the loss of the schedule's micro-batches: this worker's part of it. With `training` layers do what they
+        do in a step."""
         with self.progress or nullcontext():
-            return self.evaluator.run(feed, step)
+            return self.evaluator.run(feed, step, training)
 
     def check_replicas(self) -> None:
         """Compare the copies of each stage to the bit. Collective. Raises RuntimeError where they differ."""
@@ -141,10 +153,11 @@ class Pipeline:
         )
 
     def _norm(self, settings: Settings) -> GlobalNorm | None:
-        if not (settings.clip or settings.loss_scale):
+        guards = settings.guards and self.schedule.updates == 1
+        if not (settings.clip or settings.loss_scale or guards):
             return None
         scale = LossScale(settings.loss_scale) if settings.loss_scale else None
-        return GlobalNorm(self.grid.world, self.patience, settings.clip, scale)
+        return GlobalNorm(self.grid.world, self.patience, settings.clip, scale, guards)
 
     def layers(self) -> list[dict[str, torch.Tensor]] | None:
         """On rank 0 the parameters and buffers of all layers, by name, in memory of their own. Collective.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..schedule import Kind, Op, Place, Schedule, completing
 from ..timeline import Span
@@ -50,18 +51,20 @@ Feed = Callable[[int], MicroBatch]  # the micro-batches of a pipeline group, by 
 
 class Sums(NamedTuple):
     """What a worker has added up over a step, for all workers to add up: the losses and target tokens of its last
-    stages, and its share of the squared gradient norm (of the step's last update, where it has several)."""
+    stages, and its share of the squared gradient norm (of the step's last update, where it has several). The updates
+    that were `skipped` are those of all workers alike."""
 
     loss: float
     targets: float
     square_norm: float
+    skipped: int = 0
 
 
 class Tally:
     """Sums in the making."""
 
     def __init__(self) -> None:
-        self.square_norm = 0.0
+        self.square_norm, self.skipped = 0.0, 0
         self._losses: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
 
@@ -70,12 +73,36 @@ class Tally:
         self._losses.append(loss.detach())
         self._targets.append(targets.detach())
 
+    def loss(self) -> float:
+        """So far; waits for the device."""
+        return _total(self._losses)
+
     def read(self) -> Sums:
-        return Sums(_total(self._losses), _total(self._targets), self.square_norm)
+        return Sums(self.loss(), _total(self._targets), self.square_norm, self.skipped)
 
 
 class OpFailed(RuntimeError):
     """An op raised; the cause tells why, this tells where."""
+
+
+class Whereabouts:
+    """What a worker is at, for other threads to read: in a step an op, which it `acts` on once it has what it needs,
+    or the end of the step; else whatever has an `excuse` to take its time, or nothing."""
+
+    def __init__(self) -> None:
+        self.step = -1  # outside of steps
+        self.op: Op | None = None
+        self.acts = False
+        self.excuse = ""
+
+    @contextmanager
+    def excused(self, what: str) -> Iterator[None]:
+        """Around what may take as long as it takes."""
+        before, self.excuse = self.excuse, what
+        try:
+            yield
+        finally:
+            self.excuse = before
 
 
 def interpret(
@@ -84,15 +111,18 @@ def interpret(
     handlers: Mapping[Kind, Handler],
     step: int,
     stopwatch: Stopwatch | DeviceStopwatch,
+    here: Whereabouts,
 ) -> list[Span]:
     """Carry out a worker's order. A handler first waits for what its op needs, then acts; spans hold the acting."""
     read: Callable[[], Any] = stopwatch.read
     laps: list[Lap[Any]] = []
     for op in schedule.orders[worker]:
         wait, act = handlers[op.kind]
+        here.op, here.acts = op, False
         try:
             received = wait(op)
             start = read()
+            here.acts = True
             act(op, received)
             laps.append((op, start, read()))
         except Exception as error:
@@ -121,7 +151,8 @@ class Worker:
         self.mailbox, self.gradients, self.weights = mailbox, gradients, weights
         self.recompute, self.norm, self.steps, self.staging = recompute, norm, steps, mailbox.staging
         self.stopwatch = self.staging.stopwatch(clock)
-        self.worker, self.stash = mailbox.comm.rank, Stash()
+        self.worker, self.stash, self.here = mailbox.comm.rank, Stash(), Whereabouts()
+        self.broken: set[int] = set()  # the layers whose gradients were not finite when `norm` last broke
         self._completing = completing(schedule, self.worker)
         self._handlers: dict[Kind, Handler] = {
             Kind.FORWARD: (self.mailbox.receive, self._forward),
@@ -141,12 +172,15 @@ class Worker:
         self._tallies = [Tally() for _ in range(self.steps)]
         for stage in self.stages.values():
             stage.train()
+        self.here.step = first_step
         self.mailbox.open()
-        spans = interpret(self.schedule, self.worker, self._handlers, first_step, self.stopwatch)
+        spans = interpret(self.schedule, self.worker, self._handlers, first_step, self.stopwatch, self.here)
+        self.here.op = None
         self.mailbox.flush()
         self.stash.flush()
         for weights in self.weights.values():
             weights.flush()
+        self.here.step = -1
         tallies, self._tallies = self._tallies, []
         return spans, [tally.read() for tally in tallies]
 
@@ -222,9 +256,26 @@ class Worker:
             settle = partial(self.gradients.settle, loss_scale=self.loss_scale, meanwhile=self.mailbox.poke)
             squares = math.fsum(map(settle, places))
             self._add_squares(op, squares)
-            if self.norm and (factor := self.norm.judge(squares)) != 1:
-                self.gradients.scale(factor)
+            if self.norm:
+                self._judge(self.norm, self._tallies[self._step_of(op)], squares)
         return ()
+
+    def _judge(self, norm: GlobalNorm, tally: Tally, squares: float) -> None:
+        """Clip the gradients of an update, or see that it is skipped."""
+        factor = norm.judge(squares, tally.loss() if norm.guards else 0.0)
+        tally.skipped += norm.skips
+        if norm.broke:
+            self.broken = self._layers_of(self.gradients.broken())
+        if factor != 1:
+            self.gradients.scale(factor)
+
+    def _layers_of(self, parameters: set[nn.Parameter]) -> set[int]:
+        return {
+            index
+            for stage in self.stages.values()
+            for index in stage.indices
+            if not parameters.isdisjoint(stage.layer(index).parameters())
+        }
 
     def _add_squares(self, op: Op, squares: float) -> None:
         """Of the last update of a step."""
@@ -256,12 +307,14 @@ class Evaluator:
         self._handlers: dict[Kind, Handler] = {Kind.FORWARD: (mailbox.receive, self._forward)}
 
     @torch.no_grad()
-    def run(self, feed: Feed, step: int) -> Sums:
+    def run(self, feed: Feed, step: int, training: bool = False) -> Sums:
+        """With `training` as the forwards of a step see it: with dropout."""
         self._feed, self._tally = feed, Tally()
         for stage in self.stages.values():
-            stage.eval()
+            stage.train(training)
         self.mailbox.open()
-        interpret(self.schedule, self.mailbox.comm.rank, self._handlers, step, Stopwatch(time.perf_counter))
+        stopwatch = Stopwatch(time.perf_counter)
+        interpret(self.schedule, self.mailbox.comm.rank, self._handlers, step, stopwatch, Whereabouts())
         self.mailbox.flush()
         return self._tally.read()
 

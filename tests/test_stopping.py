@@ -1,0 +1,179 @@
+"""Runs that end early: signals to one rank or to the launcher, the end of the job's time, numbers that are none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import launch
+import pytest
+
+from chimera_mpi import stopping
+from chimera_mpi.config import Config, schedule_of
+from chimera_mpi.data import prepare
+from chimera_mpi.errors import InputError
+from chimera_mpi.runlog import read_run
+from chimera_mpi.stopping import Signals, Stops, TimeLimit, find_limit, must_stop, parse_end, slurm_end, slurm_job
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("left_s", "pass_s", "save_s", "stops"),
+    [(100, 40, 5, False), (92, 40, 5, True), (6, 0, 0, False), (4, 0, 0, True), (-1, 0, 0, True), (20, 1, 20, True)],
+)
+def test_it_stops_while_there_is_time_for_a_pass_more_and_a_checkpoint(left_s, pass_s, save_s, stops):
+    assert must_stop(left_s, pass_s, save_s) == stops
+
+
+def test_a_limit_learns_how_long_passes_and_checkpoints_take():
+    limit = TimeLimit(end_s=1000, name="limit", save_s=500)
+    assert not limit.is_near(200) and limit.is_near(250)  # by the estimate
+    limit = TimeLimit(end_s=1000, name="limit", save_s=500)
+    for now in (0, 10, 20, 120, 130, 700):
+        assert limit.is_near(now, save_s=10) == (now == 700)
+
+
+def test_no_run_outlives_its_limit():
+    """Whatever passes and saves take, up to what was seen: word goes round in a pass, then comes the save."""
+    for pass_s, save_s in ((1, 0), (7, 30), (50, 3)):
+        limit = TimeLimit(end_s=1000, name="limit")
+        now = 0.0
+        while not limit.is_near(now, save_s):
+            now += pass_s
+        ended = now + pass_s + save_s
+        assert 1000 - 3 * pass_s - save_s - 2 * stopping.EXIT_S < ended <= 1000 - stopping.EXIT_S
+
+
+def test_slurm_tells_the_end():
+    told = {}
+
+    def squeue(command, env, **_):
+        told.update(command=command, env=env)
+        return subprocess.CompletedProcess(command, 0, "2026-11-30T18:30:00\n", "")
+
+    assert slurm_end("7", {"SLURM_TIME_FORMAT": "relative"}, squeue) == datetime(2026, 11, 30, 18, 30)
+    assert told == {"command": ["squeue", "-h", "-j", "7", "-o", "%e"], "env": {"SLURM_TIME_FORMAT": "standard"}}
+
+
+@pytest.mark.parametrize("said", ["N/A", "NONE\n", "UNLIMITED"])
+def test_a_job_without_an_end(said):
+    assert parse_end(said) is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        subprocess.CompletedProcess([], 0, "", ""),
+        subprocess.CompletedProcess([], 0, "2026-11-30T18:30:00\n2026-11-30T19:30:00\n", ""),
+        subprocess.CompletedProcess([], 1, "", "slurm_load_jobs error:\nInvalid job id specified\n"),
+        OSError("no squeue"),
+        subprocess.TimeoutExpired("squeue", 60),
+    ],
+    ids=["nothing", "two jobs", "an error", "no squeue", "no answer"],
+)
+def test_a_slurm_that_does_not_tell_is_an_error_in_one_line(answer):
+    def squeue(*_, **__):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with pytest.raises(InputError, match="give seconds, or time_limit=none") as refused:
+        slurm_end("7", {}, squeue)
+    assert "\n" not in str(refused.value)
+
+
+def test_whose_end_it_is():
+    assert slurm_job({}) is None
+    assert slurm_job({"SLURM_JOB_ID": "7"}) == "7"
+    array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    assert slurm_job(array) == "7_2"
+
+
+def test_the_limit_that_is_asked_for(monkeypatch):
+    assert find_limit(None, 5.0, {"SLURM_JOB_ID": "7"}, 1.0) is None
+    assert find_limit("auto", 5.0, {}, 1.0) is None
+    assert find_limit(60.0, 5.0, {}, 1.0) == TimeLimit(65.0, "time_limit=60", 1.0)
+    monkeypatch.setattr(stopping, "slurm_end", lambda job, environ: datetime.now() + timedelta(seconds=100))
+    limit = find_limit("auto", 5.0, {"SLURM_JOB_ID": "7"}, 1.0)
+    assert limit is not None and 90 < limit.end_s - time.monotonic() <= 100 and "job 7" in limit.name
+
+
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_a_signal_is_noted_and_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with Signals() as signals:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.number == number
+        assert Stops(signals).why([0, float(signals.number)]) == f"{number.name} on rank 1"
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_interrupt_interrupts_and_an_echo_of_the_first_does_not(monkeypatch):
+    with Signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.setattr(stopping, "ECHO_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+
+def test_other_threads_note_no_signals():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def enter():
+        with Signals():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_streams_skip_no_update():
+    with pytest.raises(InputError, match="pipedream updates stage by stage.*on_nan=stop"):
+        schedule_of(Config(scheme="pipedream", depth=2, on_nan="skip"))
+
+
+# ------------------------------------------------------------------------------------------------ jobs
+
+SMALL = """
+layers = 4
+hidden = 16
+heads = 2
+positions = 16
+sequence_length = 16
+mini_batch_size = 8
+micro_batches = 4
+depth = 2
+steps = 40
+eval_every = 20
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopping")
+    prepare(folder / "corpus.h5", [ROOT / "data" / "pipelines.txt"])
+    (folder / "small.toml").write_text(f'{SMALL}\ndata = "{folder}/corpus.h5"\n')
+    return folder
+
+
+def train(folder, log, fault, rank, *overrides, timeout_s=100):
+    """A job of two ranks, of which one meets with a fault."""
+    arguments = [fault, str(rank), "train", "small.toml", f"log={log}", *overrides]
+    command = [sys.executable, str(ROOT / "tests" / "fail_at.py"), *arguments]
+    return launch.run(2, command, timeout_s, folder, FAULT_LAUNCHED_BY=str(os.getpid()))
+
+
+def last_session(path):
+    return read_run(path).sessions[-1]

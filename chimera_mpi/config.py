@@ -93,7 +93,8 @@ class Config(BaseModel):
     )
     bucket_bytes: Count = Field(4 << 20, description="of gradients that are summed over replicas together")
     on_nan: Literal["stop", "skip"] = Field(
-        "stop", description="what is done at a loss or gradients of nan or inf: stop before the update, or do without it"
+        "stop",
+        description="what is done at a loss or gradients of nan or inf: stop before the update, or do without it",
     )
     seed: Number = 0
 

@@ -166,4 +166,6 @@ def parse_end(text: str, command: Sequence[str] = ("squeue",)) -> datetime | Non
 
 def _untold(command: Sequence[str], why: str) -> InputError:
     reason = " ".join(why.split())
-    return InputError(f"time_limit=auto: `{' '.join(command)}` told no time: {reason}; give seconds, or time_limit=none")
+    return InputError(
+        f"time_limit=auto: `{' '.join(command)}` told no time: {reason}; give seconds, or time_limit=none"
+    )

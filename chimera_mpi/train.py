@@ -396,7 +396,7 @@ class Run:
         return True
 
     def _bear(self, step: int) -> bool:
-        """Whether to go on after a step that broke; finds out where, but not for each one that is skipped. Collective."""
+        """Whether to go on after a step that broke. Finds out where, the first time. Collective."""
         self._broken += 1
         if self._broken == 1:
             with self.here.excused("a search for what broke"):
@@ -470,7 +470,10 @@ class Run:
         self._skipped += skipped
         if not (self.pipeline.guards or skipped) and not math.isfinite(total.loss + total.square_norm):
             rank = next(rank for rank, row in enumerate(table) if not np.isfinite(row[: len(total)]).all())
-            self._word, self._reason = FAIL, f"step {step}: a loss or gradients of nan or inf, first seen on rank {rank}"
+            self._word, self._reason = (
+                FAIL,
+                f"step {step}: a loss or gradients of nan or inf, first seen on rank {rank}",
+            )
         if self.log is not None:
             row = StepRow(
                 step=step,
@@ -634,7 +637,4 @@ def _step_reports(spans: list[Span], sums: list[Sums], started_s: float) -> list
     """Of a stream's steps, which overlap, each has an equal share of the times."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     compute_s, wait_s, allreduce_wait_s, update_s = (t / len(sums) for t in breakdown(spans, started_s))
-    return [
-        StepReport(*s[:3], compute_s, wait_s, allreduce_wait_s, update_s, peak_bytes, s.skipped)
-        for s in sums
-    ]
+    return [StepReport(*s[:3], compute_s, wait_s, allreduce_wait_s, update_s, peak_bytes, s.skipped) for s in sums]

@@ -1,11 +1,13 @@
 """Run `chimera-mpi` with a fault in it: fail_at.py PHASE[:FAULT[:CALL]] RANK ARGUMENTS.
 
-In the given phase, at its first CALL or a later one, one rank raises, or what FAULT says.
+In the given phase, at its first CALL or a later one, one rank raises, or does what FAULT says. The phase `clock` comes
+CALL ms after the start.
 """
 
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -41,6 +43,13 @@ def sleep(*arguments, **named):
         time.sleep(1)
 
 
+def kill(*arguments, **named):
+    """And leave a file named FAULT_TOLD, if it is set."""
+    if told := os.environ.get("FAULT_TOLD"):
+        open(told, "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def launcher():
     """The process that FAULT_LAUNCHED_BY started, of which this one comes."""
     process = os.getpid()
@@ -74,7 +83,7 @@ INSTEAD = {
     "hang": sleep,
     "exit": lambda *_, **__: sys.exit(0),
     "vanish": lambda *_, **__: os._exit(0),
-    "kill": lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL),
+    "kill": kill,
 }
 BESIDES = {
     "nan": spoilt,
@@ -103,7 +112,9 @@ def faulty(original, fault, at_call):
 if __name__ == "__main__":
     what, rank, *arguments = sys.argv[1:]
     name, fault, call = (what.split(":") + ["raise", "1"][what.count(":") :])[:3]
-    if MPI.COMM_WORLD.rank == int(rank):
+    if MPI.COMM_WORLD.rank == int(rank) and name == "clock":
+        threading.Timer(int(call) / 1e3, INSTEAD[fault]).start()
+    elif MPI.COMM_WORLD.rank == int(rank):
         place, attribute = PHASES[name]
         setattr(place, attribute, faulty(getattr(place, attribute), fault, int(call)))
     sys.exit(main(arguments))

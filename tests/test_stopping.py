@@ -140,7 +140,7 @@ def test_other_threads_note_no_signals():
 
 
 def test_streams_skip_no_update():
-    with pytest.raises(InputError, match="pipedream updates stage by stage.*on_nan=stop"):
+    with pytest.raises(InputError, match=r"pipedream updates stage by stage.*on_nan=stop"):
         schedule_of(Config(scheme="pipedream", depth=2, on_nan="skip"))
 
 
@@ -177,3 +177,62 @@ def train(folder, log, fault, rank, *overrides, timeout_s=100):
 
 def last_session(path):
     return read_run(path).sessions[-1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "reason", "steps"),
+    [
+        ("update:term:3", 1, "SIGTERM on rank 1", 4),
+        ("log:usr1_launcher:3", 0, "SIGUSR1 on rank", 5),  # which travels for a while
+        ("build:interrupt", 0, "SIGINT on rank 0", 0),
+        ("evaluate:usr1", 1, "SIGUSR1 on rank 1", 22),
+    ],
+)
+def test_all_stop_after_the_same_step(folder, fault, rank, reason, steps):
+    log = f"{fault.replace(':', '-')}.h5"
+    done = train(folder, log, fault, rank)
+    assert done.returncode == 1, done.stderr
+    found = list(read_run(folder / log).steps["step"])
+    assert found == list(range(len(found)))
+    assert len(found) == steps or "launcher" in fault
+    told = f"stopped after {len(found)} of 40 steps"
+    assert told in done.stderr and "nothing is saved" in done.stderr and "Traceback" not in done.stderr
+    session = last_session(folder / log)
+    assert session.reason.startswith(reason) and told in session.reason and session.end
+
+
+def test_a_second_interrupt_ends_at_once(folder):
+    done = train(folder, "interrupted.h5", "forward:interrupt_twice:9", 0, "steps=100000")
+    assert done.returncode not in (0, 1, 75, 124), done.stderr
+    assert "interrupted" in done.stderr
+    assert read_run(folder / "interrupted.h5").config["depth"] == 2
+
+
+def test_it_stops_before_the_limit(folder):
+    done = launch.chimera(2, "train", "small.toml", "log=limit.h5", "steps=1000000", "time_limit=9", cwd=folder)
+    assert done.returncode == 1, done.stderr
+    assert last_session(folder / "limit.h5").reason.startswith("time_limit=9: stopped after")
+
+
+def test_a_step_of_no_numbers_stops_the_run(folder):
+    done = train(folder, "stopped.h5", "forward:nan:9", 1)
+    assert done.returncode == 1, done.stderr
+    assert "step 2: a loss or gradients of nan or inf, first in the loss, stage 1 on rank 1" in done.stderr
+    assert "stopped after 2 of 40 steps" in done.stderr and "Traceback" not in done.stderr
+    run = read_run(folder / "stopped.h5")
+    assert list(run.steps["step"]) == [0, 1] and run.sessions[-1].end
+
+
+def test_a_step_of_no_numbers_is_skipped(folder):
+    done = train(folder, "skipped.h5", "forward:nan:9", 0, "on_nan=skip", "clip=none", "steps=5")
+    assert done.returncode == 0, done.stderr
+    assert "what layer 3 makes of micro-batch 0, stage 1 on rank 1; it is skipped" in done.stdout
+    assert done.stdout.count("is skipped") == 1 and "3 skipped" in done.stdout
+    assert list(read_run(folder / "skipped.h5").steps["skipped"]) == [False, False, True, True, True]
+
+
+def test_a_stream_of_no_numbers_is_stopped(folder):
+    options = ("scheme=pipedream", "tied=false", "eval_every=2", "clip=none")
+    done = train(folder, "stream.h5", "forward:nan:17", 1, *options)
+    assert done.returncode == 1, done.stderr
+    assert "nan or inf, first seen on rank 1: stopped after" in done.stderr

@@ -191,7 +191,7 @@ class Watchdog:
             return "is between two steps"
         if op is None:
             return f"step {step}: waits until others have taken what it has sent"
-        what = f"step {step}, op {op} of stage {op.stage}"
+        what = f"step {step}, op {op}"
         return f"{what}: at work" if acts else f"{what}: waits for {self.waits_for(op)}"
 
 
@@ -255,10 +255,7 @@ def told(reports: Sequence[Report | None]) -> list[str]:
     """A line for each rank, then the stack of each."""
     lines = [f"rank {rank}: {report.line if report else 'does not answer'}" for rank, report in enumerate(reports)]
     stacks = [
-        f"rank {rank}: {line}"
-        for rank, report in enumerate(reports)
-        if report
-        for line in report.stack.splitlines()
+        f"rank {rank}: {line}" for rank, report in enumerate(reports) if report for line in report.stack.splitlines()
     ]
     return [*lines, *stacks]
 
@@ -271,7 +268,7 @@ def awaited(schedule: Schedule, grid: Grid, op: Op) -> str:
         ranks = sorted(group * grid.depth + worker for group in range(grid.width) for worker in workers)
         return f"the sums of the gradients of stage {op.stage} over ranks {', '.join(map(str, ranks))}, or for the norm"
     from_others = [need for need in needs(schedule, op) if need.stage != op.stage]
-    names = [f"{need} of stage {need.stage} from rank {first + schedule.worker(need)}" for need in from_others]
+    names = [f"{need} from rank {first + schedule.worker(need)}" for need in from_others]
     return ", ".join(names) or "nothing"
 
 

@@ -1,6 +1,7 @@
 """The command line: find the subcommand, let it parse and run, say what went wrong in one line.
 
-Exit codes: 0 done; 1 failed while running; 2 bad input or usage; 130 interrupted.
+Exit codes: 0 done; 1 failed while running; 2 bad input or usage; 75 stopped early with a checkpoint, run it again;
+130 interrupted.
 """
 
 from __future__ import annotations

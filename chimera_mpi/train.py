@@ -46,7 +46,7 @@ from .timeline import Span, breakdown
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 Read = Callable[[int, int], tuple[Tensors, Targets]]  # (step, number of the micro-batch) -> inputs, targets
-GO_ON, STOP, FAIL = 0, 1, 2  # what rank 0 has all ranks do
+GO_ON, STOP, FAIL, BROKE = range(4)  # what rank 0 has all ranks do after a step; the last they all know by themselves
 WARMUP_STEPS = 2  # in which torch and MPI set themselves up: not counted in means of time
 
 
@@ -315,10 +315,10 @@ class Run:
             self._send_word()
             for first in range(self.first, config.steps, self.job.plan.steps):
                 if word := self.herald.heard():
-                    return self._stop(first, saves=word == STOP)
+                    return self._stop(first, word)
                 steps = range(first, first + self.job.plan.steps)
                 if not self._advance(steps):
-                    return self._stop(first, saves=True)
+                    return self._stop(first, BROKE)
                 if self.saver:
                     self.saver.poll()
                 if config.checkpoint_every and any((step + 1) % config.checkpoint_every == 0 for step in steps):
@@ -414,16 +414,16 @@ class Run:
             self._word = STOP if self._reason else GO_ON
         self.herald.send(self._word)
 
-    def _stop(self, next_step: int, saves: bool) -> End:
-        """End the run before `next_step`, with a checkpoint if it `saves` and has a folder. Collective."""
+    def _stop(self, next_step: int, word: int) -> End:
+        """End the run before `next_step`, with a checkpoint if there is a folder. Collective."""
         reason = f"{self._reason}: stopped after {next_step} of {self.job.config.steps} steps"
         if self.saver is None:
             return End(f"{reason}, nothing is saved: next time give checkpoint=FOLDER", 1)
-        if not saves:
+        if word == FAIL:
             self.saver.finish()
-            return End(f"{reason}, of which {self.saver.newest or 'nothing'} is saved", 1)
+            return End(f"{reason}, saved is {self.saver.newest or 'nothing'}", 1)
         self.save(next_step, wait=True)
-        return End(f"{reason}, saved in {self.saver.folder}: go on by resume=auto", 1 if self._broken else AGAIN)
+        return End(f"{reason}, saved in {self.saver.folder}: go on by resume=auto", AGAIN if word == STOP else 1)
 
     def evaluate(self, after_step: int) -> tuple[float, int]:
         """The mean loss in nats over the first validation samples, and their number of tokens."""

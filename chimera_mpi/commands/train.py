@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ..checkpoint import Choice
     from ..config import Config
     from ..runlog import RunLog
-    from ..train import Job, Progress
+    from ..stopping import End
+    from ..train import Job, Progress, Run
 
 T = TypeVar("T")
 
@@ -64,10 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: float) -> int:
-    from .. import report
     from ..config import DEFAULT_DATA, check_together, load
     from ..data import open_corpus
-    from ..runlog import read_run
     from ..runtime.agreement import agree
     from ..runtime.grid import find_node
     from ..saving import find
@@ -119,14 +118,23 @@ def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: floa
             if log is not None:
                 log.close(end.reason)
         run.close()
-    ending = [] if log is None else ["", *report.summary(read_run(log.path)), f"log         {log.path}"]
-    if world.rank == 0 and run.saver:
-        ending.append(f"checkpoint  {run.saver.newest}")
-    if ending:
-        print("\n".join(ending), flush=True)
-    if world.rank == 0 and end.code:
-        print(f"chimera-mpi: {end.reason}", file=sys.stderr, flush=True)
+    if world.rank == 0:
+        _tell_end(run, end)
     return end.code
+
+
+def _tell_end(run: Run, end: End) -> None:
+    """What there is of the run, and why it ended early."""
+    from .. import report
+    from ..runlog import read_run
+
+    lines = ["", *report.summary(read_run(run.log.path)), f"log         {run.log.path}"] if run.log else []
+    if run.saver:
+        lines.append(f"checkpoint  {run.saver.newest}")
+    if lines:
+        print("\n".join(lines), flush=True)
+    if end.code:
+        print(f"chimera-mpi: {end.reason}", file=sys.stderr, flush=True)
 
 
 def _save_s(job: Job) -> float:

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import numpy as np
 from _bench import ROOT, mpiexec, save, show, started
-from chimera_mpi.checkpoint import read_checkpoint
 
+from chimera_mpi.checkpoint import read_checkpoint
 from chimera_mpi.data import prepare
 from chimera_mpi.runlog import read_run
 

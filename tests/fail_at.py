@@ -13,7 +13,7 @@ import time
 import torch
 from mpi4py import MPI
 
-from chimera_mpi import config, data, report, runlog, train
+from chimera_mpi import checkpoint, config, data, report, runlog, train
 from chimera_mpi.cli import main
 from chimera_mpi.runtime import gradients, pipeline, stage
 
@@ -29,6 +29,8 @@ PHASES = {
     "evaluate": (train.Run, "evaluate"),
     "log": (runlog.RunLog, "step"),
     "flush": (runlog._Bursts, "commit"),
+    "write": (checkpoint.Draft, "write"),
+    "commit": (checkpoint.Draft, "commit"),
     "report": (report, "summary"),
     "close": (train.Run, "close"),
 }

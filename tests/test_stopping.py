@@ -15,6 +15,7 @@ import launch
 import pytest
 
 from chimera_mpi import stopping
+from chimera_mpi.checkpoint import found_in
 from chimera_mpi.config import Config, schedule_of
 from chimera_mpi.data import prepare
 from chimera_mpi.errors import InputError
@@ -188,17 +189,25 @@ def last_session(path):
         ("evaluate:usr1", 1, "SIGUSR1 on rank 1", 22),
     ],
 )
-def test_all_stop_after_the_same_step(folder, fault, rank, reason, steps):
-    log = f"{fault.replace(':', '-')}.h5"
-    done = train(folder, log, fault, rank)
-    assert done.returncode == 1, done.stderr
-    found = list(read_run(folder / log).steps["step"])
+def test_all_stop_after_the_same_step_with_one_checkpoint(folder, fault, rank, reason, steps):
+    name = fault.replace(":", "-")
+    done = train(folder, f"{name}.h5", fault, rank, f"checkpoint={name}")
+    assert done.returncode == 75, done.stderr
+    found = list(read_run(folder / f"{name}.h5").steps["step"])
     assert found == list(range(len(found)))
     assert len(found) == steps or "launcher" in fault
-    told = f"stopped after {len(found)} of 40 steps"
-    assert told in done.stderr and "nothing is saved" in done.stderr and "Traceback" not in done.stderr
-    session = last_session(folder / log)
+    told = f"stopped after {len(found)} of 40 steps, saved in {name}"
+    assert told in done.stderr and "Traceback" not in done.stderr
+    session = last_session(folder / f"{name}.h5")
     assert session.reason.startswith(reason) and told in session.reason and session.end
+    assert [path.name for path in found_in(folder / name)] == [f"step-{len(found):08d}"]
+
+
+def test_without_a_folder_nothing_is_saved_and_not_again_is_the_code(folder):
+    done = train(folder, "unsaved.h5", "forward:usr1", 0)
+    assert done.returncode == 1, done.stderr
+    assert "SIGUSR1 on rank 0: stopped after 2 of 40 steps, nothing is saved: next time give checkpoint=" in done.stderr
+    assert last_session(folder / "unsaved.h5").end
 
 
 def test_a_second_interrupt_ends_at_once(folder):
@@ -209,18 +218,21 @@ def test_a_second_interrupt_ends_at_once(folder):
 
 
 def test_it_stops_before_the_limit(folder):
-    done = launch.chimera(2, "train", "small.toml", "log=limit.h5", "steps=1000000", "time_limit=9", cwd=folder)
-    assert done.returncode == 1, done.stderr
+    keys = ("log=limit.h5", "steps=1000000", "time_limit=9", "checkpoint=limit")
+    done = launch.chimera(2, "train", "small.toml", *keys, cwd=folder)
+    assert done.returncode == 75, done.stderr
     assert last_session(folder / "limit.h5").reason.startswith("time_limit=9: stopped after")
 
 
 def test_a_step_of_no_numbers_stops_the_run(folder):
-    done = train(folder, "stopped.h5", "forward:nan:9", 1)
+    done = train(folder, "stopped.h5", "forward:nan:9", 1, "checkpoint=stopped")
     assert done.returncode == 1, done.stderr
     assert "step 2: a loss or gradients of nan or inf, first in the loss, stage 1 on rank 1" in done.stderr
     assert "stopped after 2 of 40 steps" in done.stderr and "Traceback" not in done.stderr
     run = read_run(folder / "stopped.h5")
     assert list(run.steps["step"]) == [0, 1] and run.sessions[-1].end
+    (checkpoint,) = found_in(folder / "stopped")
+    assert checkpoint.name == "step-00000002"
 
 
 def test_a_step_of_no_numbers_is_skipped(folder):

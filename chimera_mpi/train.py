@@ -313,14 +313,17 @@ class Run:
         with self.watchdog or nullcontext():
             self._gather([])
             self._send_word()
+            if word := self.herald.heard():
+                return self._stop(self.first, word)
+            self._send_word()
             for first in range(self.first, config.steps, self.job.plan.steps):
-                if word := self.herald.heard():
-                    return self._stop(first, word)
                 steps = range(first, first + self.job.plan.steps)
                 if not self._advance(steps):
                     return self._stop(first, BROKE)
                 if self.saver:
                     self.saver.poll()
+                if (word := self.herald.heard()) and steps.stop < config.steps:
+                    return self._stop(steps.stop, word)
                 if config.checkpoint_every and any((step + 1) % config.checkpoint_every == 0 for step in steps):
                     self.save(steps[-1] + 1, wait=False)
                 self._send_word()
@@ -436,7 +439,7 @@ class Run:
     def _gather(self, row: list[float]) -> NDArray[np.float64] | None:
         """The rows of all ranks, on rank 0, which also learns of the signals that they have noted."""
         world = self.grid.world
-        mine = np.array([*row, self.stops.signals.number])
+        mine = np.array([*row, self.stops.signals.number], dtype=np.float64)
         table = np.empty((world.size, len(mine))) if world.rank == 0 else None
         self.part.patience.wait(world.Igather(mine, table))
         if table is None:
@@ -468,12 +471,8 @@ class Run:
         total = Total(*(float(by_column[name].sum()) for name in Total._fields))
         samples, skipped = sum(self.job.sizes), int(by_column["skipped"].max())
         self._skipped += skipped
-        if not (self.pipeline.guards or skipped) and not math.isfinite(total.loss + total.square_norm):
-            rank = next(rank for rank, row in enumerate(table) if not np.isfinite(row[: len(total)]).all())
-            self._word, self._reason = (
-                FAIL,
-                f"step {step}: a loss or gradients of nan or inf, first seen on rank {rank}",
-            )
+        if not self.pipeline.guards and self._word != FAIL:
+            self._look_for_nan(step, table)
         if self.log is not None:
             row = StepRow(
                 step=step,
@@ -496,6 +495,18 @@ class Run:
         figures = (total.mean_loss, total.grad_norm, seconds, per_s, validation_loss)
         self.tell(Progress(step, steps, *figures, self._skipped, self._remark))
         self._remark = ""
+
+    def _look_for_nan(self, step: int, table: NDArray[np.float64]) -> None:
+        """Where nothing else does, and all that can be done is to stop."""
+        loss, square_norm = (np.flatnonzero(~np.isfinite(table[:, at])) for at in (0, 2))
+        if len(loss):
+            where = f"the loss on rank {loss[0]}, stage {self.job.plan.schedule.stages - 1}"
+        elif len(square_norm):
+            places = self.job.plan.schedule.places(int(square_norm[-1]) % self.grid.depth)
+            where = f"gradients on rank {square_norm[-1]}, stage {max(stage for _, stage in places)}"
+        else:
+            return
+        self._word, self._reason = FAIL, f"step {step}: nan or inf, first in {where}, and now in the weights"
 
 
 RULES = (

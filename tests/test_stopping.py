@@ -245,6 +245,9 @@ def test_a_step_of_no_numbers_is_skipped(folder):
 
 def test_a_stream_of_no_numbers_is_stopped(folder):
     options = ("scheme=pipedream", "tied=false", "eval_every=2", "clip=none")
-    done = train(folder, "stream.h5", "forward:nan:17", 1, *options)
+    done = train(folder, "stream.h5", "forward:nan:17", 1, *options, "eval_mini_batches=2")
     assert done.returncode == 1, done.stderr
-    assert "nan or inf, first seen on rank 1: stopped after" in done.stderr
+    assert (
+        "step 2: nan or inf, first in the loss on rank 1, stage 1, and now in the weights: stopped after 6 of"
+        in done.stderr
+    )

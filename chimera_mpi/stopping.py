@@ -57,6 +57,12 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def hush(self) -> None:
+        """Let no more of them, but an interrupt, disturb the end of this process, which is near."""
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            if self._before.pop(number, None) is not None:
+                signal.signal(number, signal.SIG_IGN)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
         if number == signal.SIGINT:

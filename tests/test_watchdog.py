@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from chimera_mpi.data import prepare
 from chimera_mpi.runtime import watchdog
 from chimera_mpi.runtime.grid import Grid
-from chimera_mpi.runtime.watchdog import ANSWER_BYTES, Report, Silence, Watchdog, awaited
+from chimera_mpi.runtime.watchdog import ANSWER_BYTES, Report, Silence, Watchdog, _Neighbour, awaited
 from chimera_mpi.runtime.worker import Whereabouts
 from chimera_mpi.schedule import Kind, Op, build
 
@@ -36,6 +38,17 @@ def test_silence_is_what_passes_without_a_change():
     assert seen == [0, 1, 2, 0, 1]
     silence.break_()
     assert silence.after(1.0, 1) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system does not tell when a process ends")
+def test_a_neighbour_that_has_left_is_noticed_before_anybody_waits_for_it():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        neighbour = _Neighbour(1, os.pidfd_open(process.pid))
+        assert not neighbour.has_left()
+        process.stdin.close()
+        wait_for(neighbour.has_left)
+        assert neighbour.has_left()
+        neighbour.close()
 
 
 @pytest.fixture

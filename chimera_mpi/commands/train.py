@@ -115,6 +115,7 @@ def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: floa
             )
         with log or nullcontext():
             end = run.run()
+            signals.hush()
             if log is not None:
                 log.close(end.reason)
         run.close()

@@ -31,7 +31,7 @@ TICK_S = 1.0
 ANSWERS_S = 5.0  # that ranks have to say where they are
 TIMES, LEAST_S = 20, 60.0  # of the longest pass, and seconds, until a silence is too long
 PASSES = 2  # that must have been measured before
-ANSWER_BYTES = 1 << 14
+ANSWER_BYTES, LINE = 1 << 14, 1000  # and letters
 ASK, ANSWER = 1, 2
 
 
@@ -148,6 +148,12 @@ class Watchdog:
         reports[self.world.rank] = self._report()
         if not self._talks:
             return reports
+        with suppress(MPI.Exception):  # a connection to one that is gone
+            self._collect(reports)
+        return reports
+
+    def _collect(self, reports: list[Report | None]) -> None:
+        """Fill in what the others answer in time."""
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
         answers = {rank: np.empty(ANSWER_BYTES, dtype=np.uint8) for rank in others}
         arriving = {rank: self.world.Irecv(answers[rank], rank, ANSWER) for rank in others}
@@ -160,7 +166,6 @@ class Watchdog:
                 del arriving[rank]
                 reports[rank] = Report.decoded(answers[rank])
             time.sleep(0.01)
-        return reports
 
     def _listen(self) -> MPI.Request:
         return self.world.Irecv(self._question, MPI.ANY_SOURCE, ASK) if self._talks else MPI.REQUEST_NULL
@@ -180,7 +185,7 @@ class Watchdog:
     def _report(self) -> Report:
         frame = sys._current_frames().get(self._main)
         stack = "".join(traceback.format_stack(frame)) if frame else "no stack\n"
-        return Report(self.here.excuse, self._line(), stack)
+        return Report(self.here.excuse, self._line()[:LINE], stack)
 
     def _line(self) -> str:
         """Where the main thread is, which goes on meanwhile."""
@@ -266,7 +271,7 @@ def awaited(schedule: Schedule, grid: Grid, op: Op) -> str:
     if op.kind is Kind.UPDATE:
         workers = holders(schedule, [op.stage])
         ranks = sorted(group * grid.depth + worker for group in range(grid.width) for worker in workers)
-        return f"the sums of the gradients of stage {op.stage} over ranks {', '.join(map(str, ranks))}, or for the norm"
+        return f"gradients of stage {op.stage} from ranks {', '.join(map(str, ranks))}, and their norm from all"
     from_others = [need for need in needs(schedule, op) if need.stage != op.stage]
     names = [f"{need} from rank {first + schedule.worker(need)}" for need in from_others]
     return ", ".join(names) or "nothing"

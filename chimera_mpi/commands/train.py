@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import InputError, RunFailed
 from ..host import keep_freed_memory
 from ..predict import weight_versions
-from ..stopping import Signals, Stops, find_limit, save_seconds
+from ..stopping import AGAIN, Signals, Stops, find_limit, save_seconds
 from ._devices import find_staging
 from ._ranks import ending_together, refuse_singletons, set_threads
 
@@ -53,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
         refuse_singletons(world.size, os.environ)
         with ending_together(world):
             try:
-                return _train(world, args, signals, began_s)
+                code = _train(world, args, signals, began_s)
+                if code == AGAIN:
+                    signals.hush()
+                return code
             except InputError:
                 if world.rank == 0:
                     raise
@@ -115,7 +118,6 @@ def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: floa
             )
         with log or nullcontext():
             end = run.run()
-            signals.hush()
             if log is not None:
                 log.close(end.reason)
         run.close()

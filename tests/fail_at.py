@@ -4,6 +4,7 @@ In the given phase, at its first CALL or a later one, one rank raises, or does w
 CALL ms after the start.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -83,6 +84,7 @@ def spoilt(original, *arguments, **named):
 INSTEAD = {
     "raise": broken,
     "hang": sleep,
+    "freeze": lambda *_, **__: ctypes.PyDLL(None).sleep(10**6),  # and no other thread of the rank runs
     "exit": lambda *_, **__: sys.exit(0),
     "vanish": lambda *_, **__: os._exit(0),
     "kill": kill,

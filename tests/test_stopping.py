@@ -230,10 +230,10 @@ def test_a_second_interrupt_ends_at_once(folder):
 
 
 def test_it_stops_before_the_limit(folder):
-    keys = ("log=limit.h5", "steps=1000000", "time_limit=9", "checkpoint=limit")
+    keys = ("log=limit.h5", "steps=1000000", "time_limit=7", "checkpoint=limit")
     done = launch.chimera(2, "train", "small.toml", *keys, cwd=folder)
     assert done.returncode == 75, done.stderr
-    assert last_session(folder / "limit.h5").reason.startswith("time_limit=9: stopped after")
+    assert last_session(folder / "limit.h5").reason.startswith("time_limit=7: stopped after")
 
 
 def test_a_step_of_no_numbers_stops_the_run(folder):

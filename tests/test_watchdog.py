@@ -148,6 +148,13 @@ def test_a_rank_that_hangs_ends_the_job(folder):
         assert words in done.stderr, done.stderr
 
 
+def test_a_rank_that_holds_its_interpreter_for_good_ends_the_job(folder):
+    done = train(folder, "forward:freeze:3", 1, "watchdog_s=2")
+    assert done.returncode not in (0, 75, 124), done.stderr
+    assert "rank 1: does not answer" in done.stderr
+    assert "in then_loss" in done.stderr  # by its C runtime
+
+
 def test_a_rank_that_vanishes_ends_the_job(folder):
     """Also where its launcher does not care, as srun does not."""
     careless = ("-disable-auto-cleanup",) if len(launch.mpiexec()) == 1 else ()

@@ -115,6 +115,7 @@ class Watchdog:
             self._next.close()
 
     def _watch(self) -> None:
+        self._leave_stack()
         while not self._closing.wait(TICK_S):
             self._answer()
             if self._next and self._next.has_left() and not self._leaving.is_set():
@@ -134,6 +135,7 @@ class Watchdog:
 
     def _alarm(self, silent_s: float) -> None:
         """Ask all where they are, and end the job unless one of them has an excuse."""
+        faulthandler.cancel_dump_traceback_later()  # this one runs
         reports = self._ask()
         excused = [report.excuse for report in reports if report and report.excuse]
         if excused or self._leaving.is_set():

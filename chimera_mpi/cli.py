@@ -25,6 +25,7 @@ COMMANDS = {
     "data": "make the token file that train reads",
     "train": "train a model on all ranks of an MPI job",
     "bench": "measure schedules on this machine and network, without a GPU",
+    "slurm": "write the Slurm job of a training",
     "report": "sum up a run and draw its planned and its measured step",
     "doctor": "look at this machine, try its MPI, compare training with one process",
 }

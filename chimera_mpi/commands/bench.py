@@ -25,7 +25,7 @@ from ..draw.look import duration
 from ..errors import InputError
 from ..host import keep_freed_memory
 from ..predict import Costs
-from ..schedule import SCHEMES
+from ..schedule import SCHEMES, width_of
 from ._plan import Plan, add_order, count, parse_scheme, plan, seconds, write
 from ._ranks import ending_together, refuse_singletons, set_threads
 
@@ -105,7 +105,6 @@ class Row:
 
 def _emulate(world: Any, args: argparse.Namespace) -> int:
     from ..runtime.agreement import agree
-    from ..runtime.grid import width_of
 
     depth = args.depth or world.size
     agree(world, lambda: width_of(world.size, depth))

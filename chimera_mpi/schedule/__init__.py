@@ -19,6 +19,7 @@ from .ops import (
     needs,
     repeat,
     walk,
+    width_of,
     without_updates,
 )
 from .schemes import ALIASES, SCHEMES, STREAMS, build, nearest, options_of, used_versions
@@ -66,5 +67,6 @@ __all__ = [
     "repeat",
     "used_versions",
     "walk",
+    "width_of",
     "without_updates",
 ]

@@ -92,6 +92,16 @@ def _version() -> str:
 class Parser(argparse.ArgumentParser):
     """Names the nearest option for a misspelt one, and leaves usage errors to `main`."""
 
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does, but of arguments that may be many, such as key=value, some may stand after options."""
+        found, left = self.parse_known_args(args, namespace)
+        many = next((action for action in self._get_positional_actions() if action.nargs == "*"), None)
+        if left:
+            if many is None or any(word.startswith("-") for word in left):
+                self.error(f"unrecognized arguments: {' '.join(left)}")
+            setattr(found, many.dest, [*getattr(found, many.dest), *(self._get_value(many, word) for word in left)])
+        return found
+
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does, but a misspelt option is named before others are missed."""
         if self._subparsers is not None:  # the action's own parser knows its options

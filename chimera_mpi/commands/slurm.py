@@ -42,6 +42,9 @@ class Settings:
         for what in ("config", "name", "env"):
             if not re.fullmatch(r"[\w./@+:=,-]+", getattr(self, what)):
                 raise InputError(f"{what} {getattr(self, what)!r} has characters that a shell reads: rename it")
+        for option in self.options:
+            if not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", option):
+                raise InputError(f"{option!r} is no option of sbatch: give, for example, --option partition=gpu")
         if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time):
             raise InputError(f"time {self.time!r} is none of Slurm's: try 1:00:00 for an hour, 2-00:00:00 for two days")
 
@@ -63,7 +66,10 @@ def job_script(settings: Settings) -> str:
 
 _TITLES = {
     "train": ("Train until it is done, through time limits and preemption.", " [KEY=VALUE ...]"),
-    "plan_and_train": ("Measure the machine once, plan the run for it, then train until it is done.", " [KEY=VALUE ...]"),
+    "plan_and_train": (
+        "Measure the machine once, plan the run for it, then train until it is done.",
+        " [KEY=VALUE ...]",
+    ),
     "calibrate": ("Measure the machine for chimera-mpi plan.", ""),
 }
 
@@ -140,12 +146,8 @@ CONFIG=$RUN/plan.toml
 
 _TRAIN = """\
 # Slurm warns this shell alone. srun hands the signal to all ranks, which save and leave together with exit code 75.
-stop() {
-    asked=yes
-    [ -z "$ranks" ] || kill -USR1 "$ranks"
-}
 ranks='' asked=yes
-trap stop USR1 TERM
+trap 'asked=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1 TERM
 "${launcher[@]}" chimera-mpi train "$CONFIG" log="$RUN/log.h5" checkpoint="$RUN/checkpoints" resume=auto \\
     time_limit=auto "${keys[@]}" "$@" &
 ranks=$!

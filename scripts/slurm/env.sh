@@ -27,5 +27,6 @@ if [ -n "${SLURM_JOB_ID:-}" ]; then
     cpus_per_rank=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE))
     cpus_per_rank=$((cpus_per_rank > 0 ? cpus_per_rank : 1))
     export OMP_NUM_THREADS=${THREADS:-$cpus_per_rank}
+    # shellcheck disable=SC2034  # the jobs use it
     launcher=(srun --mpi="$MPI_TYPE" --kill-on-bad-exit=1 --cpus-per-task="$cpus_per_rank" --cpu-bind="verbose,$BINDING")
 fi

@@ -1,0 +1,27 @@
+#!/bin/bash
+# In the place of `chimera-mpi`: train writes down that it was called and does what ACT says; the rest is as ever.
+#   ACT="exit CODE"; or ACT=wait: until it is asked to stop, then leaves with 75, and at the second start is done.
+# A run that has FAIL among its keys fails.
+if [ "$1" != train ]; then
+    exec "$PYTHON" -m chimera_mpi "$@"
+fi
+for word; do
+    case $word in log=*) run=$(dirname "${word#log=}") ;; esac
+done
+echo "start ${SLURM_RESTART_COUNT:-0} rank $SLURM_PROCID threads $OMP_NUM_THREADS: $*" >>"$run/starts"
+if [ -n "$FAIL" ] && [[ "$*" == *"$FAIL"* ]]; then
+    exit 1
+fi
+case $ACT in
+    exit*) $ACT ;;
+    wait)
+        [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0
+        trap 'sleep "0.$SLURM_PROCID"; exit 75' USR1 TERM
+        echo $$ >"$run/up-$SLURM_PROCID.new"
+        mv "$run/up-$SLURM_PROCID.new" "$run/up-$SLURM_PROCID"
+        sleep 60 &
+        wait
+        exit 1
+        ;;
+esac
+exit 0

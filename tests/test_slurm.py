@@ -135,7 +135,7 @@ class Place:
 
     def __init__(self, cluster, folder):
         self.cluster, self.folder = cluster, folder
-        self.environment = {"CHIMERA_ENV": str(SCRIPTS / "env.sh"), "VENV": str(folder / "venv"), "BINDING": "none"}
+        self.environment = {"CHIMERA_ENV": str(SCRIPTS / "env.sh"), "VENV": str(folder / "venv")}
         (folder / "venv" / "bin").mkdir(parents=True)
 
     def use(self, program: Path | None) -> None:
@@ -143,7 +143,9 @@ class Place:
         bin = self.folder / "venv" / "bin"
         (bin / "activate").write_text(f"PATH={bin}:{os.path.dirname(sys.executable)}:$PATH\n")
         command = f'exec {program} "$@"' if program else f'exec {sys.executable} -m chimera_mpi "$@"'
-        (bin / "chimera-mpi").write_text(f"#!/bin/bash\nexport PYTHONPATH={ROOT}\nPYTHON={sys.executable}\n{command}\n")
+        (bin / "chimera-mpi").write_text(
+            f"#!/bin/bash\nexport PYTHONPATH={ROOT}\nexport PYTHON={sys.executable}\n{command}\n"
+        )
         (bin / "chimera-mpi").chmod(0o755)
 
     def submit(self, *words: str, script: Path = SCRIPTS / "train.sbatch", **environment: str) -> str:
@@ -248,7 +250,7 @@ def test_cancelled_it_stays_away(fake):
 def test_preempted_it_comes_back(fake):
     job = fake.submit("--nodes=4", "--output=out", RUN="run", ACT="wait")
     fake.await_file("run/up-3")
-    urgent = fake.submit("--partition=urgent", "--nodes=4", "--output=urgent", RUN="urgent")
+    urgent = fake.submit("--partition=urgent", "--nodes=4", "--output=urgent.out", RUN="urgent")
     assert fake.cluster.wait(urgent, 60)["JobState"] == "COMPLETED"
     fake.cluster.wait(job, 30, "PENDING", "RUNNING")
     fake.cluster.start_now(job)
@@ -275,7 +277,7 @@ def test_a_study_is_an_array_of_points_and_resubmits_what_failed(fake):
     told = fake.run(scaling, **SCALING, FAIL="scheme=gpipe")
     jobs = (fake.folder / "study" / "2-nodes" / "jobs").read_text().split()
     assert len(jobs) == 1 and f"submitted  job {jobs[0]}: 6 points on 2 nodes each" in told
-    assert fake.run(scaling, **SCALING).count("queued") + 0 <= 6
+    assert "to submit" not in fake.run(scaling, "--dry-run", **{**SCALING, "SCHEMES": "1f1b"})
     _all_ended(fake, jobs)
     points = (fake.folder / "study" / "2-nodes" / "points").read_text().splitlines()
     assert len(points) == 6

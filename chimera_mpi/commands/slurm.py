@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -157,9 +158,13 @@ while [ "$asked" ]; do  # a trap ends a wait
     status=$?
 done
 
+trap '' USR1 TERM
 echo "$status" >"$RUN/status"
 if [ "$status" -eq 75 ]; then
-    scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+    job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+    case $(squeue --noheader --jobs="$job" --format='%T %r') in
+        RUNNING* | *TimeLimit) scontrol requeue "$job" ;;  # and not where it has been cancelled
+    esac
 fi
 exit "$status"
 """
@@ -194,6 +199,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default=default.name, help="of the job; default: %(default)s")
     parser.add_argument("--env", default=default.env, metavar="FILE", help="your cluster's; default: %(default)s")
     parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write no job, but for each line of keys on standard input why it would be refused, or an empty line",
+    )
+    parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="further ones of sbatch: partition=gpu"
     )
 
@@ -213,9 +223,21 @@ def run(args: argparse.Namespace) -> int:
         env=args.env,
         options=tuple(args.option),
     )
+    if args.check:
+        for line in sys.stdin:
+            print(_refusal(replace(settings, keys=(*settings.keys, *line.split()))), flush=True)
+        return 0
     _refuse_what_would_fail(settings)
     print(job_script(settings), end="")
     return 0
+
+
+def _refusal(settings: Settings) -> str:
+    try:
+        _refuse_what_would_fail(settings)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def _refuse_what_would_fail(settings: Settings) -> None:

@@ -41,7 +41,7 @@ points() {
         for scheme in $SCHEMES; do
             for depth in $DEPTHS; do
                 for micro_batches in $MICRO_BATCHES; do
-                    echo "scheme=$scheme depth=$depth micro_batches=$micro_batches $size steps=$STEPS $*"
+                    echo "scheme=$scheme depth=$depth micro_batches=$micro_batches $size steps=$STEPS" "$@"
                 done
             done
         done
@@ -56,27 +56,27 @@ queued_of() {
 
 # Submit the points of one number of nodes.
 submit() {
-    local nodes=$1 folder=$STUDY/$1-nodes point wanted=() known=() before number reason queued array job
+    local nodes=$1 folder=$STUDY/$1-nodes known=() asked=() reasons=() wanted=() before index point number queued array job
     shift
-    local -A numbers=()
-    if [ -e "$folder/points" ]; then
-        mapfile -t known <"$folder/points"
-    fi
+    mapfile -t asked < <(points "$@")
+    mapfile -t reasons < <(printf '%s\n' "${asked[@]}" |
+        chimera-mpi slurm "$CONFIG" --env "$CHIMERA_ENV" --nodes "$nodes" --ranks-per-node "$RANKS_PER_NODE" --check)
+    [ ${#reasons[@]} -eq ${#asked[@]} ]
+    [ ! -e "$folder/points" ] || mapfile -t known <"$folder/points"
     before=${#known[@]}
-    for number in "${!known[@]}"; do
-        numbers[${known[number]}]=$((number + 1))
+    local -A numbers=()
+    for index in "${!known[@]}"; do
+        numbers[${known[index]}]=$((index + 1))
     done
-    queued=" $(queued_of "$folder" | tr '\n' ' ')"
-    while read -r point; do
-        number=${numbers[$point]:-}
-        # shellcheck disable=SC2086  # a point is words
-        if [ -n "$number" ] && [ "$(cat "$folder/$number/status" 2>/dev/null)" = 0 ]; then
+    queued=" $(queued_of "$folder" | tr '\n' ' ') "
+    for index in "${!asked[@]}"; do
+        point=${asked[index]} number=${numbers[${asked[index]}]:-}
+        if [ -n "${reasons[index]}" ]; then
+            echo "left out   on $nodes nodes: $point: ${reasons[index]}"
+        elif [ -n "$number" ] && [ "$(cat "$folder/$number/status" 2>/dev/null)" = 0 ]; then
             echo "done       $folder/$number: $point"
         elif [ -n "$number" ] && [[ $queued == *" $number "* ]]; then
             echo "queued     $folder/$number: $point"
-        elif ! reason=$(chimera-mpi slurm "$CONFIG" --env "$CHIMERA_ENV" --nodes "$nodes" \
-            --ranks-per-node "$RANKS_PER_NODE" $point 2>&1 >/dev/null); then
-            echo "left out   $nodes nodes: $point: ${reason#chimera-mpi: }"
         else
             if [ -z "$number" ]; then
                 known+=("$point")
@@ -85,7 +85,7 @@ submit() {
             wanted+=("$number")
             echo "to submit  $folder/$number: $point"
         fi
-    done < <(points "$@")
+    done
     [ ${#wanted[@]} -gt 0 ] || return 0
 
     array=$(IFS=, && echo "${wanted[*]}")${CONCURRENT:+%$CONCURRENT}

@@ -103,7 +103,8 @@ class Slurm:
         return self.job(job)
 
     def start_now(self, job: str) -> None:
-        """Slurm lets a job that is queued again wait for two minutes."""
+        """A job that is queued again waits for two minutes, since for a second nodes refuse what they have ended."""
+        time.sleep(1.5)
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def _until(self, condition, timeout_s: float, otherwise: str) -> None:

@@ -3,7 +3,7 @@
 #   ACT="exit CODE"; or ACT=wait: until it is asked to stop, then leaves with 75, and at the second start is done.
 # A run that has FAIL among its keys fails.
 if [ "$1" != train ]; then
-    exec "$PYTHON" -m chimera_mpi "$@"
+    exec "${PYTHON:?}" -m chimera_mpi "$@"
 fi
 for word; do
     case $word in log=*) run=$(dirname "${word#log=}") ;; esac
@@ -19,8 +19,9 @@ case $ACT in
         trap 'sleep "0.$SLURM_PROCID"; exit 75' USR1 TERM
         echo $$ >"$run/up-$SLURM_PROCID.new"
         mv "$run/up-$SLURM_PROCID.new" "$run/up-$SLURM_PROCID"
-        sleep 60 &
-        wait
+        for _ in {1..600}; do
+            sleep 0.1  # a longer one would outlive a kill, and its step with it
+        done
         exit 1
         ;;
 esac

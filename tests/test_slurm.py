@@ -5,6 +5,7 @@ Most jobs here run `stand_in.sh` in the place of `chimera-mpi train`: what is tr
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,7 +24,9 @@ from chimera_mpi.cli import main
 from chimera_mpi.commands._ranks import refuse_singletons
 from chimera_mpi.commands.slurm import Settings, What, job_script
 from chimera_mpi.config import Config
+from chimera_mpi.data import prepare
 from chimera_mpi.errors import InputError
+from chimera_mpi.runlog import read_run
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts" / "slurm"
@@ -126,8 +130,15 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with private.Slurm(tmp_path_factory.mktemp("slurm"), nodes=4, cpus=2) as slurm:
+    with private.Slurm(tmp_path_factory.mktemp("slurm"), nodes=5, cpus=2) as slurm:
         yield slurm
+
+
+def wait_for(condition, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"still not {condition} after {timeout_s} s"
+        time.sleep(0.05)
 
 
 class Place:
@@ -160,10 +171,7 @@ class Place:
         return done.stdout
 
     def await_file(self, name: str, timeout_s: float = 60) -> Path:
-        deadline_s = time.monotonic() + timeout_s
-        while not (self.folder / name).exists():
-            assert time.monotonic() < deadline_s, f"no {name}: {[*self.folder.rglob('*')]}"
-            time.sleep(0.05)
+        wait_for((self.folder / name).exists, timeout_s)
         return self.folder / name
 
 
@@ -215,6 +223,21 @@ def test_a_killed_rank_ends_the_job(fake):
     ended = fake.cluster.wait(job, 30)
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0")
     assert ended["ExitCode"] != "0:0"
+
+
+@needs_slurm
+def test_ranks_that_leave_one_after_the_other_keep_their_exit_code(cluster):
+    leaving = """
+import atexit, os, sys, time
+from types import SimpleNamespace
+from chimera_mpi.commands._ranks import ending_together
+rank = int(os.environ["SLURM_PROCID"])
+atexit.register(time.sleep, rank)
+with ending_together(SimpleNamespace(rank=rank)):
+    sys.exit(75)
+"""
+    command = ["srun", "--ntasks=3", "--kill-on-bad-exit=1", sys.executable, "-c", leaving]
+    assert cluster.run(*command, PYTHONPATH=str(ROOT)).returncode == 75
 
 
 @needs_slurm
@@ -295,4 +318,91 @@ def test_a_study_is_an_array_of_points_and_resubmits_what_failed(fake):
 
 def _all_ended(place, jobs):
     for job in jobs:
-        place.cluster._until(lambda job=job: not place.run("squeue", "-h", "-r", "-j", job), 120, f"{job} goes on")
+        wait_for(lambda job=job: not place.cluster.run("squeue", "-h", "-j", job).stdout, 120)
+
+
+# ---- real runs
+
+STEPS = 100
+SMALL = f"""
+layers = 6
+hidden = 16
+heads = 2
+positions = 16
+sequence_length = 16
+mini_batch_size = 12
+micro_batches = 4
+warmup_steps = 2
+eval_every = 50
+steps = {STEPS}
+spin_s = 5e-5
+data = "corpus.h5"
+scheme = "chimera"
+depth = 4
+"""
+BITS = ("step", "loss", "grad_norm", "learning_rate", "samples")
+
+
+@pytest.fixture(scope="module")
+def real(cluster, tmp_path_factory):
+    place = Place(cluster, tmp_path_factory.mktemp("real"))
+    place.environment |= {"CONFIG": "small.toml", "THREADS": "1"}
+    place.use(None)
+    prepare(place.folder / "corpus.h5", [ROOT / "data" / "pipelines.txt"])
+    (place.folder / "small.toml").write_text(SMALL)
+    return place
+
+
+@pytest.fixture(scope="module")
+def straight(real):
+    """The log of a run on four nodes that nothing has stopped, and its last checkpoint."""
+    job = real.submit("--nodes=4", "--output=straight.out", "checkpoint_every=10", RUN="straight")
+    ended = real.cluster.wait(job, 120)
+    assert ended["JobState"] == "COMPLETED", (real.folder / "straight.out").read_text()
+    return read_run(real.folder / "straight" / "log.h5"), last_checkpoint(real.folder / "straight")
+
+
+def last_checkpoint(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run.glob(f"checkpoints/step-*{STEPS}/*.safetensors")}
+
+
+@needs_slurm
+def test_a_launcher_of_another_mpi_is_refused(real):
+    job = real.submit("--nodes=2", "--output=alone.out", "depth=2", RUN="alone", MPI_TYPE="none")
+    ended = real.cluster.wait(job, 60)
+    said = (real.folder / "alone.out").read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "2:0"), said
+    assert "SLURM_STEP_NUM_TASKS=2, but MPI sees 1 rank" in said and "srun --mpi=pmi2" in said
+    assert [path.name for path in (real.folder / "alone").iterdir()] == ["status"]
+
+
+@needs_slurm
+@needs_stopping
+def test_a_run_on_four_nodes(real, straight):
+    log, checkpoint = straight
+    assert list(log.steps["step"]) == list(range(STEPS)) and len(log.sessions) == 1
+    assert json.loads(log.attributes["hosts"]) == ["n1", "n2", "n3", "n4"]
+    assert checkpoint
+
+
+@needs_slurm
+@needs_stopping
+def test_stopped_and_queued_again_it_ends_with_the_same_bits(real, straight):
+    """While it runs, another job that is to write into its folder is refused."""
+    job = real.submit("--nodes=4", "--output=run.out", "checkpoint_every=10", RUN="run")
+    real.await_file("run/log.h5")
+    other = real.submit("--nodes=1", "--output=other.out", "depth=1", "scheme=gpipe", RUN="run")
+    wait_for(lambda: any((real.folder / "run" / "checkpoints").glob("step-*")), 60)
+    real.cluster.run("scancel", "--batch", "--signal=USR1", job)
+    real.cluster.wait(job, 60, "PENDING")
+    refused = real.cluster.wait(other, 60)
+    assert (refused["JobState"], refused["ExitCode"]) == ("FAILED", "2:0"), (real.folder / "other.out").read_text()
+    real.cluster.start_now(job)
+    ended = real.cluster.wait(job, 120)
+    said = (real.folder / "run.out").read_text()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
+    log, checkpoint = read_run(real.folder / "run" / "log.h5"), last_checkpoint(real.folder / "run")
+    assert len(log.sessions) == 2
+    for column in BITS:
+        np.testing.assert_array_equal(log.steps[column], straight[0].steps[column])
+    assert checkpoint == straight[1]

@@ -234,7 +234,8 @@ from chimera_mpi.commands._ranks import ending_together
 rank = int(os.environ["SLURM_PROCID"])
 atexit.register(time.sleep, rank)
 with ending_together(SimpleNamespace(rank=rank)):
-    sys.exit(75)
+    code = 75
+sys.exit(code)
 """
     command = ["srun", "--ntasks=3", "--kill-on-bad-exit=1", sys.executable, "-c", leaving]
     assert cluster.run(*command, PYTHONPATH=str(ROOT)).returncode == 75
@@ -388,15 +389,10 @@ def test_a_run_on_four_nodes(real, straight):
 @needs_slurm
 @needs_stopping
 def test_stopped_and_queued_again_it_ends_with_the_same_bits(real, straight):
-    """While it runs, another job that is to write into its folder is refused."""
     job = real.submit("--nodes=4", "--output=run.out", "checkpoint_every=10", RUN="run")
-    real.await_file("run/log.h5")
-    other = real.submit("--nodes=1", "--output=other.out", "depth=1", "scheme=gpipe", RUN="run")
     wait_for(lambda: any((real.folder / "run" / "checkpoints").glob("step-*")), 60)
     real.cluster.run("scancel", "--batch", "--signal=USR1", job)
     real.cluster.wait(job, 60, "PENDING")
-    refused = real.cluster.wait(other, 60)
-    assert (refused["JobState"], refused["ExitCode"]) == ("FAILED", "2:0"), (real.folder / "other.out").read_text()
     real.cluster.start_now(job)
     ended = real.cluster.wait(job, 120)
     said = (real.folder / "run.out").read_text()
@@ -406,3 +402,17 @@ def test_stopped_and_queued_again_it_ends_with_the_same_bits(real, straight):
     for column in BITS:
         np.testing.assert_array_equal(log.steps[column], straight[0].steps[column])
     assert checkpoint == straight[1]
+
+
+@needs_slurm
+@needs_stopping
+def test_of_two_jobs_in_one_folder_the_second_is_refused(real):
+    alone = ("--nodes=1", "depth=1", "scheme=gpipe", "steps=1000000")
+    first = real.submit(*alone, "--output=first.out", RUN="shared")
+    real.await_file("shared/log.h5")
+    second = real.submit(*alone, "--output=second.out", RUN="shared")
+    refused = real.cluster.wait(second, 60)
+    real.cluster.run("scancel", first)
+    assert (refused["JobState"], refused["ExitCode"]) == ("FAILED", "2:0"), (real.folder / "second.out").read_text()
+    assert real.cluster.wait(first, 30)["JobState"] == "CANCELLED"
+    assert len(read_run(real.folder / "shared" / "log.h5").sessions) == 1

@@ -42,6 +42,13 @@ def refuse_singletons(size: int, environment: Mapping[str, str]) -> None:
             return
 
 
+def library_name() -> str:
+    """The MPI library in a line; Open MPI's own has a NUL at its end, which HDF5 takes in no text."""
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().splitlines()[0].strip(" \t\0")
+
+
 @contextmanager
 def ending_together(world: Any) -> Iterator[None]:
     """An exception on one rank prints its traceback and ends all ranks; InputError passes, all ranks have it."""

@@ -27,7 +27,7 @@ from ..host import keep_freed_memory
 from ..predict import Costs
 from ..schedule import SCHEMES, width_of
 from ._plan import Plan, add_order, count, parse_scheme, plan, seconds, write
-from ._ranks import ending_together, refuse_singletons, set_threads
+from ._ranks import ending_together, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
     from ..runtime.rehearsal import Emulation, Measured
@@ -232,7 +232,7 @@ def _facts(world: Any) -> dict[str, Any]:
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "hosts": world.allgather(MPI.Get_processor_name()),
-        "mpi_library": MPI.Get_library_version().splitlines()[0].strip(),
+        "mpi_library": library_name(),
         "peak_bytes": max(world.allgather(peak_bytes)),
     }
 

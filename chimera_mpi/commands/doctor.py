@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InputError
 from ._devices import find_staging
-from ._ranks import ending_together, refuse_singletons
+from ._ranks import ending_together, library_name, refuse_singletons
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -67,7 +67,7 @@ def _findings(world: Any) -> Iterator[Finding]:
     from ..runtime.grid import find_node
     from ..runtime.mailbox import tag_bound
 
-    yield Finding("ok", "MPI", MPI.Get_library_version().splitlines()[0].strip())
+    yield Finding("ok", "MPI", library_name())
     levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
     yield Finding("ok", "thread level", levels.get(MPI.Query_thread(), "multiple"))
     yield Finding("ok", "largest tag", str(tag_bound(world)))

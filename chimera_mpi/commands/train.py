@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..host import keep_freed_memory
 from ..predict import weight_versions
 from ._devices import find_staging
-from ._ranks import ending_together, refuse_singletons, set_threads
+from ._ranks import ending_together, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
     from ..runlog import RunLog
@@ -155,7 +155,7 @@ def _facts(world: Any, threads: int) -> dict[str, Any]:
     slurm = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID") if name in os.environ}
     return {
         "hosts": json.dumps(world.allgather(MPI.Get_processor_name())),
-        "mpi_library": MPI.Get_library_version().splitlines()[0].strip(),
+        "mpi_library": library_name(),
         "versions": json.dumps({package: version(package) for package in packages}),
         "slurm": json.dumps(slurm),
         "threads": threads,

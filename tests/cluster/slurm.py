@@ -103,8 +103,9 @@ class Slurm:
         return self.job(job)
 
     def start_now(self, job: str) -> None:
-        """A job that is queued again waits for two minutes, since for a second nodes refuse what they have ended."""
-        time.sleep(1.5)
+        """A job that is queued again waits for two minutes: what is left of it on the nodes must be gone."""
+        self._until(lambda: not [*self.folder.glob(f"spool/*/*_{job}.*")], 60, f"steps of job {job} do not end")
+        time.sleep(1.5)  # for a second nodes refuse a job that they have ended
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def _until(self, condition, timeout_s: float, otherwise: str) -> None:

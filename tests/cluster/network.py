@@ -1,8 +1,8 @@
 """Nodes on one machine that have a network each: namespaces with addresses of their own, joined by a bridge.
 
-    python tests/cluster/network.py --nodes 4 mpiexec -n 4 chimera-mpi train ...
+    python tests/cluster/network.py --nodes 4 mpiexec -n 4 -ppn 1 chimera-mpi train ...
 
-puts a command's ranks on such nodes, by hydra's or prte's remote shell (`remote_shell`).
+puts the ranks of MPICH's mpiexec on such nodes.
 """
 
 from __future__ import annotations
@@ -107,6 +107,9 @@ exec {enter} bash -c 'hostname "$0" && mount --make-rprivate / && mount -t tmpfs
         return shell
 
 
+OVER_TCP = {"UCX_TLS": "tcp,self"}  # MPICH would take the memory that all nodes of one machine share
+
+
 def mpiexec_over(network: Network) -> list[str]:
     """What MPICH's mpiexec needs to put its ranks on these nodes, one after the other."""
     return [
@@ -124,8 +127,8 @@ def main() -> int:
     try:
         with Network(args.nodes, folder) as network:
             launcher, *rest = args.command
-            environment = {**os.environ, "UCX_TLS": "tcp,self"}
-            return subprocess.run([launcher, *mpiexec_over(network), *rest], env=environment).returncode
+            command = [launcher, *mpiexec_over(network), *rest]
+            return subprocess.run(command, env={**os.environ, **OVER_TCP}).returncode
     finally:
         shutil.rmtree(folder)
 

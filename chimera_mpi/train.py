@@ -24,7 +24,7 @@ from .runlog import RunLog, StepRow
 from .runtime.agreement import agree
 from .runtime.clock import aligned_clock
 from .runtime.gradients import SHARED_FROM_BYTES
-from .runtime.grid import Comm, Grid
+from .runtime.grid import Comm, Grid, width_of
 from .runtime.mailbox import Delivery, Spec, Tensors
 from .runtime.optimizer import LearningRate, Recipe
 from .runtime.pipeline import Pipeline, Settings, check_compatible
@@ -33,7 +33,7 @@ from .runtime.stage import trace
 from .runtime.staging import Direct, Staging
 from .runtime.waiting import Patience
 from .runtime.worker import Feed, MicroBatch, Sums, Targets
-from .schedule import Schedule, width_of
+from .schedule import Schedule
 from .tasks import Task, task_of
 from .timeline import Span, breakdown
 

@@ -6,7 +6,9 @@ Exit codes: 0 done; 1 failed while running; 2 bad input or usage; 130 interrupte
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -35,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `chimera-mpi` with these arguments (those of the process by default) and return its exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows another
+    # Once a rank has left with another code than 0, srun --kill-on-bad-exit ends those that are leaving, and their code
+    # would be that of the signal.
+    atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(words)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import signal
 import sys
 import time
 import traceback
@@ -53,9 +51,6 @@ def library_name() -> str:
 def ending_together(world: Any) -> Iterator[None]:
     """An exception on one rank prints its traceback and ends all ranks; InputError passes, all ranks have it."""
     try:
-        # Once a rank has left with another code than 0, srun --kill-on-bad-exit ends those that are leaving, and
-        # their code would be that of the signal.
-        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
         yield
     except InputError:
         raise

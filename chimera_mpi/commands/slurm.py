@@ -58,7 +58,7 @@ class Settings:
 def job_script(settings: Settings) -> str:
     """The text of the job. A pure function."""
     blocks = {
-        "calibrate": [_MEASURE],
+        "calibrate": [_keys(settings), _MEASURE],
         "train": [_keys(settings), _POINT, _TRAIN],
         "plan_and_train": [_keys(settings), _POINT, _PLAN, _TRAIN],
     }
@@ -66,22 +66,18 @@ def job_script(settings: Settings) -> str:
 
 
 _TITLES = {
-    "train": ("Train until it is done, through time limits and preemption.", " [KEY=VALUE ...]"),
-    "plan_and_train": (
-        "Measure the machine once, plan the run for it, then train until it is done.",
-        " [KEY=VALUE ...]",
-    ),
-    "calibrate": ("Measure the machine for chimera-mpi plan.", ""),
+    "train": "Train until it is done, through time limits and preemption.",
+    "plan_and_train": "Measure the machine once, plan the run for it, then train until it is done.",
+    "calibrate": "Measure the machine with the layers of a model, for chimera-mpi plan.",
 }
 
 
 def _directives(settings: Settings) -> str:
-    title, arguments = _TITLES[settings.what]
     options = "".join(f"#SBATCH --{option}\n" for option in _options(settings))
     return f"""\
 #!/bin/bash
-# {title} Written by chimera-mpi slurm.
-#   sbatch [OPTIONS] FILE{arguments}
+# {_TITLES[settings.what]} Written by chimera-mpi slurm.
+#   sbatch [OPTIONS] FILE [KEY=VALUE ...]
 # Options of sbatch overrule the lines that follow; NAME=VALUE in its environment overrules a setting.
 {options}"""
 
@@ -104,10 +100,10 @@ def _options(settings: Settings) -> Iterator[str]:
 
 def _settings(settings: Settings) -> str:
     lines = [(f"CHIMERA_ENV=${{CHIMERA_ENV:-{settings.env}}}", "modules, environment and srun of this cluster")]
+    lines.append((f"CONFIG=${{CONFIG:-{settings.config}}}", "a preset or a file of keys"))
     if settings.what != "train":
         lines.append(("MACHINE=${MACHINE:-machine.toml}", "what calibrate measures"))
     if settings.what != "calibrate":
-        lines.append((f"CONFIG=${{CONFIG:-{settings.config}}}", "a preset or a file of keys"))
         lines.append(("RUN=${RUN:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}", "its folder: log, checkpoints, exit code"))
     width = max(len(line) for line, _ in lines)
     return "".join(f"{line:{width}}  # {meaning}\n" for line, meaning in lines)
@@ -139,8 +135,11 @@ mkdir -p "$RUN" || exit
 
 _PLAN = """\
 if [ ! -e "$RUN/plan.toml" ]; then  # a run that goes on keeps its plan
-    [ -e "$MACHINE" ] || "${launcher[@]}" chimera-mpi calibrate -o "$MACHINE" || exit
-    chimera-mpi plan "$CONFIG" --machine "$MACHINE" --workers "$SLURM_NTASKS" -o "$RUN/plan.toml" || exit
+    if [ ! -e "$MACHINE" ]; then
+        "${launcher[@]}" chimera-mpi calibrate "$CONFIG" "${keys[@]}" "$@" -o "$MACHINE" || exit
+    fi
+    chimera-mpi plan "$CONFIG" "${keys[@]}" "$@" --machine "$MACHINE" --workers "$SLURM_NTASKS" \\
+        -o "$RUN/plan.toml" || exit
 fi
 CONFIG=$RUN/plan.toml
 """
@@ -170,7 +169,7 @@ exit "$status"
 """
 
 _MEASURE = """\
-exec "${launcher[@]}" chimera-mpi calibrate -o "$MACHINE"
+exec "${launcher[@]}" chimera-mpi calibrate "$CONFIG" "${keys[@]}" "$@" -o "$MACHINE"
 """
 
 
@@ -244,11 +243,9 @@ def _refuse_what_would_fail(settings: Settings) -> None:
     """Raises InputError now for what the job would find only after it has waited in the queue."""
     if not Path(settings.env).is_file():
         raise InputError(f"there is no {settings.env}: name your cluster's by --env, or run this where it lies")
-    if settings.what == "calibrate":
-        return
     from ..config import load, schedule_of
 
     config = load(settings.config, settings.keys)
-    if settings.what == "train":  # a plan has depth and scheme of its own
+    if settings.what == "train":  # a plan has a depth and a scheme of its own
         width_of(settings.ranks, config.depth)
         schedule_of(config)

@@ -1,10 +1,18 @@
 #!/bin/bash
-# In the place of `chimera-mpi`: train writes down that it was called and does what ACT says; the rest is as ever.
+# In the place of `chimera-mpi`: train, calibrate and plan write down that they were called; the rest is as ever.
+# calibrate and plan make the file that they are to make. train does what ACT says:
 #   ACT="exit CODE"; or ACT=wait: until it is asked to stop, then leaves with 75, and at the second start is done.
 # A run that has FAIL among its keys fails.
-if [ "$1" != train ]; then
-    exec "${PYTHON:?}" -m chimera_mpi "$@"
-fi
+case $1 in
+    train) ;;
+    calibrate | plan)
+        echo "rank $SLURM_PROCID: $*" >>"$1.calls"
+        while [ "$1" != -o ]; do shift; done
+        echo "# made" >"$2"
+        exit
+        ;;
+    *) exec "${PYTHON:?}" -m chimera_mpi "$@" ;;
+esac
 for word; do
     case $word in log=*) run=$(dirname "${word#log=}") ;; esac
 done

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
 import sys
+from pathlib import Path
 
 
 def sharpen_timer() -> None:
@@ -25,3 +28,17 @@ def keep_freed_memory() -> bool:
         return False
     keeps = mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 32 << 20)
     return bool(keeps and mallopt(trim_threshold, (1 << 31) - 1) and mallopt(top_pad, 64 << 20))
+
+
+def resident_bytes() -> int:
+    """What this process has in memory; where a system tells the most only, that. Pages it shares count in full."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return peak_resident_bytes()
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_bytes() -> int:
+    """The most that it has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

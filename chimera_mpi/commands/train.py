@@ -20,6 +20,7 @@ from ._devices import find_staging
 from ._ranks import ending_together, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
+    from ..prediction import Prediction
     from ..runlog import RunLog
     from ..train import Job, Progress
 
@@ -55,6 +56,7 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     from .. import report
     from ..config import DEFAULT_DATA, load
     from ..data import open_corpus
+    from ..prediction import predict
     from ..runlog import read_run
     from ..runtime.agreement import agree
     from ..runtime.grid import find_node
@@ -75,15 +77,17 @@ def _train(world: Any, args: argparse.Namespace) -> int:
     threads = set_threads(config.threads, node.threads)
     if config.keep_freed_memory:
         keep_freed_memory()
+    held = _held(world, staging.device)
     agree(world, on_rank_0(lambda: try_loss(job, reader(job, corpus))))
     job = measured(world, node.patience, job, reader(job, corpus), staging)
-    facts = {**_facts(world, threads), "devices": devices}
-    log = agree(world, on_rank_0(lambda: _create_log(job, validation, world.size, facts)))
+    prediction = agree(world, on_rank_0(lambda: predict(job, staging.device.type)))
+    facts = {**_facts(world, threads), **held, "devices": devices}
+    log = agree(world, on_rank_0(lambda: _create_log(job, validation, world.size, facts, prediction)))
     run = Run(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody, staging)
     if world.rank == 0:
         told = f"{run.part.patience}, {run.pipeline.worker.gradients.where}"
         told += ", a thread moves messages" if run.pipeline.progress else ""
-        print(_opening(job, world.size, threads, devices, told), flush=True)
+        print(_opening(job, world.size, threads, devices, told), *filter(None, [prediction]), sep="\n", flush=True)
     with log or nullcontext():
         run.run()
     run.close()
@@ -110,7 +114,9 @@ def _prepare_default(path: Path) -> None:
         print(describe(prepare(path)), flush=True)
 
 
-def _create_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any]) -> RunLog | None:
+def _create_log(
+    job: Job, corpus: Any, ranks: int, facts: dict[str, Any], prediction: Prediction | None
+) -> RunLog | None:
     from ..models import parameter_count
     from ..runlog import RunLog, locks_wanted
 
@@ -127,6 +133,7 @@ def _create_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any]) -> Run
         "unigram_entropy_nats": corpus.unigram_entropy_nats,
         "validation_sha256": corpus.sha256,
         **facts,
+        **(prediction.attributes if prediction else {}),
     }
     create = partial(RunLog.create, attributes=attributes, workers=ranks, locking=locks_wanted(os.environ))
     return _created_anywhere(create, job.config.scheme) if job.config.log == "auto" else create(Path(job.config.log))
@@ -143,6 +150,16 @@ def _created_anywhere(create: Callable[[Path], RunLog], scheme: str) -> RunLog:
             if not path.exists():
                 raise
     raise InputError(f"{folder} has 99 logs of {name}: name one by log=")
+
+
+def _held(world: Any, device: Any) -> dict[str, Any]:
+    """What each rank has in memory before its part of the model is built, and of what. Collective."""
+    from ..runtime.device import held_bytes
+
+    return {
+        "held_before_bytes": json.dumps(world.allgather(held_bytes(device))),
+        "memory_measured": "process" if device.type == "cpu" else "device",
+    }
 
 
 def _facts(world: Any, threads: int) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def gpt_work(
         deferred_bytes=INDEX_BYTES * sequence_length + sequence_length * hidden * of.mark,
         working_bytes=2 * width if dropout else width,
         matrix_bytes=max(vocabulary, positions) * hidden * of.number,
-        beside_matrix_bytes=2 * width if dropout else width,
+        beside_matrix_bytes=2 * width - sequence_length * hidden * of.mark if dropout else width,
     )
     logits = sequence_length * vocabulary
     flops = 2 * logits * hidden
@@ -215,7 +215,7 @@ def bert_work(
         backward_flops=2 * flops,
         input_bytes=width,
         output_bytes=(logits + 2) * of.number,
-        activation_bytes=4 * width + statistics + hidden * of.number + _pretraining_bytes(found, vocabulary, of),
+        activation_bytes=4 * width + statistics + hidden * of.number + _pretraining_bytes(sequence_length, found, vocabulary, of),
         deferred_bytes=5 * width + statistics + (2 * hidden + logits + 2) * of.number,
         working_bytes=max(2 * rows * of.sum, (logits + rows) * of.number - rows * of.sum),
         matrix_bytes=vocabulary * hidden * of.number,
@@ -226,11 +226,10 @@ def bert_work(
     return work_in((embedding, *[block] * layers, head), precision, optimizer, momentum, tied_parameters)
 
 
-def _pretraining_bytes(found: int, vocabulary: int, of: Numbers) -> float:
-    """What BERT's loss keeps: logarithms of probabilities, targets and weights of the tokens to be found; and of the
-    two answers of the next sentence."""
-    of_words = found * (vocabulary * of.sum + 2 * INDEX_BYTES + of.sum)
-    return of_words + 2 * of.sum + INDEX_BYTES
+def _pretraining_bytes(tokens: int, found: int, vocabulary: int, of: Numbers) -> float:
+    """What BERT's loss keeps: which tokens are to be found; logarithms of probabilities, targets and weights of these;
+    and the first two of the next sentence."""
+    return tokens + found * (vocabulary * of.sum + INDEX_BYTES + of.sum) + 2 * of.sum + INDEX_BYTES
 
 
 def _block(tokens: int, hidden: int, heads: int, of: Numbers) -> LayerWork:

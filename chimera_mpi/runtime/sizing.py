@@ -71,6 +71,7 @@ def layers_of(
                 working_bytes=per_sample("working_bytes"),
                 matrix_bytes=max(at_few.working_bytes - few * per_sample("working_bytes"), 0),
                 beside_matrix_bytes=per_sample("working_bytes"),
+                input_working_bytes=per_sample("input_working_bytes"),
             )
         )
     return tuple(found)
@@ -86,6 +87,7 @@ class Pass(NamedTuple):
     kept_bytes: int
     deferred_bytes: int
     working_bytes: int
+    input_working_bytes: int
 
 
 def _slope(sizes: tuple[int, int], few: Pass, many: Pass, name: str) -> float:
@@ -124,7 +126,7 @@ def _pass(
         kept = whole.forth()
         working = whole.back(Tape.backward)
         halves.forth()
-        halves.back(Tape.backward_inputs)
+        input_working = halves.back(Tape.backward_inputs)
         with sdpa_kernel(SDPBackend.MATH):
             flops = try_()
             flops.forth()
@@ -138,6 +140,7 @@ def _pass(
         kept + of_targets,
         halves.ledger.live_bytes,
         working,
+        input_working,
     )
 
 

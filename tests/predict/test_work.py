@@ -146,10 +146,10 @@ class Doubled(torch.nn.Module):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [SHAPES[1], (1, 32, 4, 19, 70, 70)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_passes_of_fake_tensors_find_what_the_closed_forms_say(kind, precision, dropout):
+def test_passes_of_fake_tensors_find_what_the_closed_forms_say(kind, shape, precision, dropout):
     """Two ways to the same numbers. BERT's loss asks which tokens are masked, which fake tensors do not know."""
-    shape = SHAPES[1]
     model, work = model_and_work(kind, shape, precision, dropout=dropout)
     *_, tokens = shape
     specs = partial(entering, kind, tokens)
@@ -161,7 +161,10 @@ def test_passes_of_fake_tensors_find_what_the_closed_forms_say(kind, precision, 
         assert by_pass.activation_bytes == layer.activation_bytes, layer.kind
         if layer is not work.layers[0]:  # the first has no half that gives gradients to its input
             assert by_pass.deferred_bytes == layer.deferred_bytes, layer.kind
-        assert by_pass.backward_peak_bytes(4) == pytest.approx(layer.backward_peak_bytes(4), rel=0.03), layer.kind
+            own = layer.deferred_bytes - layer.activation_bytes + layer.input_bytes  # at the end of the half
+            own = max(own, layer.working_bytes if layer.input_working_bytes is None else layer.input_working_bytes)
+            assert by_pass.input_working_bytes == pytest.approx(own, rel=0.05), layer.kind
+        assert by_pass.backward_peak_bytes(4) == pytest.approx(layer.backward_peak_bytes(4), rel=0.05), layer.kind
     assert [layer.kind for layer in found[1:-1]] == ["Block"] * (len(found) - 2)
 
 

@@ -89,7 +89,7 @@ def check(comm, schedule, shape=WIDE, precision="fp32", recompute=Recompute(), s
     expected = model_of(case, work_of(shape, precision), recompute, sharded)
     assert found.peak_bytes == pytest.approx(expected.total_bytes, rel=0.05), (found, expected)
     for_ever = expected.weights_bytes + expected.masters_bytes + expected.gradients_bytes + expected.state_bytes
-    assert found.left_bytes == pytest.approx(for_ever, rel=0.01), (found, expected)
+    assert found.left_bytes == pytest.approx(for_ever, rel=0.001, abs=BOUNDARY_BYTES), (found, expected)
 
 
 @pytest.mark.mpi(4)
@@ -181,9 +181,11 @@ def test_a_stage_holds_what_its_layers_do(split, recompute, dropout):
     for stage in range(3):
         found, expected = alone(shape, cuts, stage, recompute, split), model.sizes(stage)
         print(stage, found, expected)
-        assert found.activation_bytes == pytest.approx(expected.activation_bytes, rel=0.002)
+        # The ids, which were there before, and the numbers of positions.
+        exactly = partial(pytest.approx, rel=0.005, abs=0 if stage else 8 * SAMPLES * TOKENS)
+        assert found.activation_bytes == exactly(expected.activation_bytes)
         if split:
-            assert found.deferred_bytes == pytest.approx(expected.deferred_bytes, rel=0.002)
+            assert found.deferred_bytes == exactly(expected.deferred_bytes)
         total = found.activation_bytes + found.working_bytes
         assert total == pytest.approx(expected.activation_bytes + expected.working_bytes, rel=0.03)
 

@@ -89,6 +89,8 @@ def _train(world: Any, args: argparse.Namespace) -> int:
         told += ", a thread moves messages" if run.pipeline.progress else ""
         print(_opening(job, world.size, threads, devices, told), *filter(None, [prediction]), sep="\n", flush=True)
     with log or nullcontext():
+        if log and prediction and prediction.spans:
+            log.plan(prediction.spans)
         run.run()
     run.close()
     if log is not None:

@@ -27,7 +27,6 @@ from chimera_mpi.work import work_of
 SHAPES = [  # layers, hidden, heads, vocabulary, positions, tokens
     (1, 8, 2, 11, 8, 8),
     (2, 24, 3, 50, 20, 13),
-    (1, 64, 2, 7, 40, 33),
 ]
 KINDS = ("gpt", "bert")
 

@@ -99,17 +99,22 @@ def test_a_run_holds_what_the_model_counts(comm, scheme):
 
 
 @pytest.mark.mpi(4)
-@pytest.mark.parametrize("recompute", [Recompute("layer"), Recompute("layer", 2), Recompute("stage")], ids=str)
+@pytest.mark.parametrize("recompute", [Recompute("layer", 2), Recompute("stage")], ids=str)
 @pytest.mark.parametrize("scheme", ["chimera", "zb_h1"])
 def test_what_is_computed_anew_is_held_for_one_segment_at_a_time(comm, scheme, recompute):
     check(comm, build(scheme, 4, 4), recompute=recompute)
 
 
 @pytest.mark.mpi(4)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("scheme", ["1f1b", "chimera"])
+@pytest.mark.parametrize(
+    ("scheme", "sharded", "tied", "precision"),
+    [
+        ("1f1b", False, True, "bf16"),
+        ("1f1b", True, False, "fp32"),
+        ("chimera", False, True, "fp32"),
+        ("chimera", True, True, "bf16"),
+    ],
+)
 def test_replicas_share_gradients_and_maybe_the_optimizer(comm, scheme, sharded, tied, precision):
     check(comm, build(scheme, 2, 2), replace(WIDE, vocabulary=300, tied=tied), precision, sharded=sharded)
 

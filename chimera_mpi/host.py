@@ -42,3 +42,22 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     """The most that it has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def available_memory_bytes() -> float:
+    """Of this machine, or less where a control group grants less; all there is where a system does not say."""
+    free = _available(_read("/proc/meminfo"))
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    return min(free, float(int(limit) - int(used))) if limit.isdigit() and used.isdigit() else free
+
+
+def _available(meminfo: str) -> float:
+    found = [line.split() for line in meminfo.splitlines() if line.startswith("MemAvailable:")]
+    return 1024.0 * int(found[0][1]) if found else float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

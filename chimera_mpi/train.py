@@ -208,13 +208,8 @@ class Part:
             sharded=config.optimizer_sharding == "replicas",
             cuts=tuple(self.job.cuts),
             staging=self.staging,
-            progress_thread=self._wants_thread(),
+            progress_thread=wants_thread(self.grid, config),
         )
-
-    def _wants_thread(self) -> bool:
-        """Between ranks that share memory whoever waits for a message moves it; over a network both ends must."""
-        asked = self.job.config.progress
-        return asked == "thread" or (asked == "auto" and self.grid.node.ranks < self.grid.world.size)
 
     def _loss_scale(self) -> float:
         """Large for the mean over the tokens [samples, tokens, ...] of a micro-batch, of which the loss is the sum."""
@@ -408,6 +403,11 @@ def _tensors(arrays: Any) -> Targets:
 
 def patience_of(grid: Grid, config: Config) -> Patience:
     return grid.node.patience if config.spin_s is None else Patience(config.spin_s)
+
+
+def wants_thread(grid: Grid, config: Config) -> bool:
+    """Between ranks that share memory whoever waits for a message moves it; over a network both ends must."""
+    return config.progress == "thread" or (config.progress == "auto" and grid.node.ranks < grid.world.size)
 
 
 def learning_rate_of(config: Config) -> LearningRate:

@@ -26,6 +26,7 @@ COMMANDS = {
     "train": "train a model on all ranks of an MPI job",
     "plan": "choose how to train a model on a machine, and predict the step",
     "bench": "measure schedules on this machine and network, without a GPU",
+    "calibrate": "measure this machine, for what plans on it and checks a run against its plan",
     "report": "sum up a run and draw its planned and its measured step",
     "doctor": "look at this machine, try its MPI, compare training with one process",
 }

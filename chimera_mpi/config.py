@@ -112,6 +112,9 @@ class Config(BaseModel):
     spans_every: Count = Field(10, description="steps between those whose spans are logged")
 
     # the machine
+    machine: str | None = Field(
+        None, description="what steps are predicted by: a file of calibrate, or the name of a machine that comes along"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where torch sees one")
     device_aware_mpi: Literal["auto"] | Switch = Field(
         "auto", description="whether MPI takes memory of GPUs; otherwise messages go through pinned host memory"

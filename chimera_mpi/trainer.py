@@ -35,7 +35,7 @@ OF_COMMANDS = (
     {"model", "layers", "hidden", "heads", "vocabulary", "positions", "sequence_length", "tied", "dropout"}
     | {"micro_batch_size", "mini_batch_size", "data"}
     | {"checkpoint", "checkpoint_every", "checkpoint_keep", "resume"}
-    | {"log", "eval_every", "eval_mini_batches", "check_replicas", "spans_every", "keep_freed_memory"}
+    | {"log", "eval_every", "eval_mini_batches", "check_replicas", "spans_every", "keep_freed_memory", "machine"}
 )
 
 

@@ -16,7 +16,7 @@ from io import TextIOWrapper
 from types import ModuleType
 from typing import NoReturn
 
-from .errors import InputError
+from .errors import InputError, RunFailed
 from .schedule import nearest
 
 # Each subcommand is the module of that name in `commands/`: to add one, write the module and a line here.
@@ -26,7 +26,9 @@ COMMANDS = {
     "check": "check a schedule in a CSV file and draw it",
     "data": "make the token file that train reads",
     "train": "train a model on all ranks of an MPI job",
+    "plan": "choose how to train a model on a machine, and predict the step",
     "bench": "measure schedules on this machine and network, without a GPU",
+    "calibrate": "measure this machine, for what plans on it and checks a run against its plan",
     "slurm": "write the Slurm job of a training",
     "report": "sum up a run and draw its planned and its measured step",
     "doctor": "look at this machine, try its MPI, compare training with one process",
@@ -48,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"chimera-mpi: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"chimera-mpi: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # The reader (`| head`) has had enough. What is still buffered must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -98,14 +103,10 @@ class Parser(argparse.ArgumentParser):
     """Names the nearest option for a misspelt one, and leaves usage errors to `main`."""
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse does, but of arguments that may be many, such as key=value, some may stand after options."""
-        found, left = self.parse_known_args(args, namespace)
-        many = next((action for action in self._get_positional_actions() if action.nargs == "*"), None)
-        if left:
-            if many is None or any(word.startswith("-") for word in left):
-                self.error(f"unrecognized arguments: {' '.join(left)}")
-            setattr(found, many.dest, [*getattr(found, many.dest), *(self._get_value(many, word) for word in left)])
-        return found
+        """As argparse does, but words such as key=value may stand on either side of options."""
+        if self._subparsers is not None:
+            return super().parse_args(args, namespace)
+        return self.parse_intermixed_args(args, namespace)
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does, but a misspelt option is named before others are missed."""

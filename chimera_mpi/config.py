@@ -95,13 +95,26 @@ class Config(BaseModel):
 
     # files and figures
     data: Path | None = Field(None, description=f"token file; by default {DEFAULT_DATA}, made when it is missing")
-    log: str | None = Field("auto", description="a file that must not exist; none; or auto for runs/TIME-SCHEME.h5")
+    log: str | None = Field(
+        "auto", description="a file that must not exist, unless a run is resumed; none; or auto for runs/TIME-SCHEME.h5"
+    )
+    checkpoint: Path | None = Field(
+        None, description="folder for checkpoints; one is written at the end, and when the run is stopped"
+    )
+    checkpoint_every: Count | None = Field(None, description="steps between checkpoints, beside those")
+    checkpoint_keep: Count = Field(2, description="how many of the last checkpoints stay")
+    resume: str | None = Field(
+        None, description="none; auto: from the last whole checkpoint, if there is one; or a folder: from there"
+    )
     eval_every: Count = Field(20, description="steps")
     eval_mini_batches: Count = 2
     check_replicas: Count | None = Field(None, description="steps between comparisons of all replicas, to the bit")
     spans_every: Count = Field(10, description="steps between those whose spans are logged")
 
     # the machine
+    machine: str | None = Field(
+        None, description="what steps are predicted by: a file of calibrate, or the name of a machine that comes along"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where torch sees one")
     device_aware_mpi: Literal["auto"] | Switch = Field(
         "auto", description="whether MPI takes memory of GPUs; otherwise messages go through pinned host memory"
@@ -147,10 +160,15 @@ def check_together(config: Config) -> None:
             f"minimum_learning_rate={config.minimum_learning_rate} is above learning_rate={config.learning_rate}: "
             f"set it to {config.learning_rate} or less"
         )
+    if config.checkpoint is None and config.checkpoint_every is not None:
+        raise InputError(f"checkpoint_every={config.checkpoint_every} needs a folder: give checkpoint=FOLDER")
+    if config.checkpoint is None and config.resume == "auto":
+        raise InputError("resume=auto looks in the folder for checkpoints: give checkpoint=FOLDER")
 
 
-def schedule_of(config: Config, costs: OpCosts | None = None) -> Steps:
-    """What `config` asks for. A stream flushes as often as it is evaluated, or a little more often.
+def schedule_of(config: Config, costs: OpCosts | None = None, done: int = 0) -> Steps:
+    """What `config` asks for, for the steps after the first `done`. A stream flushes as often as it is evaluated, or a
+    little more often.
 
     Backward halving does twice the micro-batches, of half the size. With `costs` the ops of a flush are put in the
     best order found for them. Raises InputError.
@@ -161,7 +179,7 @@ def schedule_of(config: Config, costs: OpCosts | None = None) -> Steps:
         micro_batches *= 2
     steps = 1
     if config.scheme in STREAMS:
-        steps = max(n for n in range(1, min(config.eval_every, config.steps) + 1) if config.steps % n == 0)
+        steps = steps_of_stream(config, done)
     if config.scheme == "pipedream_2bw":
         if micro_batches < config.depth:
             raise InputError(
@@ -179,6 +197,16 @@ def schedule_of(config: Config, costs: OpCosts | None = None) -> Steps:
     if costs is not None and config.scheme not in STREAMS:
         schedule = ordered_for(costs, without_updates(schedule), config.sync)
     return Steps(check(schedule), steps)
+
+
+def steps_of_stream(config: Config, done: int) -> int:
+    """Between its flushes: where `done` is one of the whole run's flushes, those stay."""
+
+    def longest(left: int) -> int:
+        return max(n for n in range(1, min(config.eval_every, left) + 1) if left % n == 0)
+
+    steps = longest(config.steps)
+    return longest(config.steps - done) if done % steps else steps
 
 
 def load(source: str, overrides: Iterable[str] = ()) -> Config:

@@ -10,6 +10,15 @@ class InputError(ValueError):
     """What was asked for cannot be had. The message is one line: the value, the limit and the remedy."""
 
 
+class RunFailed(RuntimeError):
+    """A run cannot go on, for a reason outside of the program. The message is one line, as that of an InputError; the
+    exit code is 1. Where all ranks raise it they end as one; raised on one rank alone it ends the job."""
+
+    def __init__(self, message: str, on_all: bool = False):
+        super().__init__(message)
+        self.on_all = on_all
+
+
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
     """Anything raised within becomes an InputError that begins with `what`."""

@@ -13,13 +13,15 @@ every few seconds HDF5 writes them into memory once more, and the few changed bl
 which each prefix is a whole file. A process killed anywhere loses the rows since the last burst, nothing else, and a
 full disk stops before the first block that matters. (A machine that loses power may lose what its kernel still held.)
 
-Nobody but its one writer may change a log, and everybody may read it; `_Lock` says how.
+Nobody but its one writer may change a log, and everybody may read it. Writers lock a file beside the log: locking the
+log itself would stop readers, as HDF5 takes a shared lock to read, and over NFS all kinds of locks are one. On the log
+the writer only shares, like a reader: that keeps out HDF5 programs that would change it, h5py's "a" and "r+", and no
+reader.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import json
 import math
@@ -39,7 +41,8 @@ import h5py
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .errors import InputError
+from .errors import InputError, RunFailed
+from .lock import Lock, owner
 from .schedule import Kind, Op, Schedule
 from .timeline import Span, Timeline
 
@@ -167,7 +170,7 @@ def locks_wanted(environ: Mapping[str, str]) -> bool:
 class RunLog:
     """The one writer of a log. Use `create` or `append`, and `with` or `close`."""
 
-    def __init__(self, path: Path, bursts: _Bursts, lock: _Lock, workers: int, flush_every_s: float) -> None:
+    def __init__(self, path: Path, bursts: _Bursts, lock: Lock, workers: int, flush_every_s: float) -> None:
         self.path, self._bursts, self._lock = path, bursts, lock
         self._workers, self._flush_every_s = workers, flush_every_s
         self._steps: list[tuple[float, ...]] = []
@@ -282,31 +285,29 @@ class RunLog:
         self.flush()
         return True
 
-    def flush(self) -> None:
-        """Put all that was given on disk. Raises `InputError` if it cannot be; the file then is as it was."""
-        try:
-            self._write_rows()
-            self._file.flush()
-            self._bursts.commit(self._headers)
-        except OSError as error:
-            raise _refusal(self.path, error, f"; its steps up to {self._on_disk} are safe") from error
-        self._on_disk = self._last_step
-        self._due_s = time.monotonic() + self._flush_every_s
+    def flush(self, sync: bool = False) -> None:
+        """Put all that was given on disk; with `sync` so that it outlives the machine.
+
+        Raises `RunFailed` if it cannot be; the file then is as it was.
+        """
+        with self._failing():
+            self._burst()
+            if sync:
+                os.fsync(self._bursts.descriptor)
 
     def close(self, reason: str = "done") -> None:
         """Write what is left and why the session ends, and let others write. A second close does nothing."""
         if not self._file:
             return
         try:
-            sessions = self._file["sessions"]
-            sessions[self._session, "end"] = _now().encode()
-            sessions[self._session, "reason"] = _cut(reason, 128)
-            self.flush()
-            self._file.close()
-            self._bursts.commit(self._headers, last=True)
-            os.fsync(self._bursts.descriptor)
-        except OSError as error:
-            raise _refusal(self.path, error, f"; its steps up to {self._on_disk} are safe") from error
+            with self._failing():
+                sessions = self._file["sessions"]
+                sessions[self._session, "end"] = _now().encode()
+                sessions[self._session, "reason"] = _cut(reason, 128)
+                self._burst()
+                self._file.close()
+                self._bursts.commit(self._headers, last=True)
+                os.fsync(self._bursts.descriptor)
         finally:
             self._abandon()
 
@@ -319,7 +320,7 @@ class RunLog:
         if error is None:
             self.close()
             return
-        with suppress(InputError):  # the first failure is the one to tell
+        with suppress(RunFailed):  # the first failure is the one to tell
             self.close(f"{type(error).__name__}: {error}")
 
     def _start_session(self, attributes: Attributes) -> None:
@@ -330,7 +331,7 @@ class RunLog:
         self._headers = _headers(self._file)
         self._tables = _step_tables(self._file)
         self._on_disk = self._last_step
-        self.flush()
+        self._burst()
 
     def _resume(self) -> None:
         """Find the end of what is there, and drop the rows of a burst that a kill cut off between columns."""
@@ -363,6 +364,22 @@ class RunLog:
         if self._spans:
             _extend(self._file["spans"], np.concatenate(self._spans))
         self._steps, self._of_workers, self._spans = [], [], []
+
+    def _burst(self) -> None:
+        self._write_rows()
+        self._file.flush()
+        self._bursts.commit(self._headers)
+        self._on_disk = self._last_step
+        self._due_s = time.monotonic() + self._flush_every_s
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What the disk refuses once the log is there ends the run."""
+        try:
+            yield
+        except OSError as error:
+            told = _refusal(self.path, error, f"; its steps up to {self._on_disk} are safe")
+            raise RunFailed(str(told)) from error
 
     def _abandon(self) -> None:
         """Let go of the file as it is on disk."""
@@ -570,61 +587,19 @@ def _put(descriptor: int, at: int, data: bytes) -> None:
         at, data = at + written, data[written:]
 
 
-class _Lock:
-    """Keeps other writers off a log, on one node or several; ends with its process, however that ends.
-
-    Writers lock a file beside the log (flock: it belongs to the open file, so nothing else this process opens or
-    closes can lose it, unlike lockf). Locking the log itself would stop readers: HDF5 takes a shared lock to read,
-    and over NFS all kinds of locks are one. On the log the writer only shares, like a reader: that keeps out HDF5
-    programs that would change it, h5py's "a" and "r+", and no reader. The file beside goes when the log is closed;
-    one left by a killed writer holds no lock.
-    """
-
-    def __init__(self, path: Path, wanted: bool) -> None:
-        """Raises `BlockingIOError` if another holds it."""
-        self.path, self._wanted, self._descriptor = path, wanted, -1
-        while wanted and self._descriptor < 0:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if not isinstance(error, BlockingIOError):  # no locks here: nobody needs the file
-                    path.unlink(missing_ok=True)
-                os.close(descriptor)
-                raise
-            if os.fstat(descriptor).st_nlink:
-                self._descriptor = descriptor
-                os.truncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
-            else:  # its owner removed it between our two calls
-                os.close(descriptor)
-
-    def share(self, descriptor: int) -> None:
-        if self._wanted:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-    def release(self) -> None:
-        if self._descriptor >= 0:
-            self.path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
 @contextmanager
-def _taken(path: Path, locking: bool) -> Iterator[_Lock]:
+def _taken(path: Path, locking: bool) -> Iterator[Lock]:
     """Hold the lock of the log at `path` from here on; if the body fails, let it go and say why to the user."""
     beside = path.with_name(path.name + ".lock")
     lock = None
     try:
-        lock = _Lock(beside, locking)
+        lock = Lock(beside, locking)
         yield lock
     except BaseException as error:
         if lock:
             lock.release()
         if isinstance(error, BlockingIOError):
-            raise InputError(
-                f"{path} is being written by {_owner(beside)}: let it end, or take another log="
-            ) from error
+            raise InputError(f"{path} is being written by {owner(beside)}: let it end, or take another log=") from error
         if isinstance(error, OSError):
             raise _refusal(path, error) from error
         raise
@@ -638,12 +613,6 @@ def _publish(draft: Path, path: Path) -> None:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         os.rename(draft, path)  # a file system without links: the lock and the look before must do
-
-
-def _owner(beside: Path) -> str:
-    with suppress(OSError):
-        return beside.read_text() or "another program"
-    return "another program"
 
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .checkpoint import WEIGHTS, Checkpoint
 from .config import Config, Steps, schedule_of
 from .data import Corpus, even_sizes
 from .errors import InputError, refusing
@@ -23,21 +23,23 @@ from .predict.partition import Cuts, Recompute, by_thirds, cut_at, cut_by, cut_u
 from .runlog import RunLog, StepRow
 from .runtime.agreement import agree
 from .runtime.clock import aligned_clock
+from .runtime.device import peak_held_bytes
 from .runtime.gradients import SHARED_FROM_BYTES
 from .runtime.grid import Comm, Grid, width_of
 from .runtime.mailbox import Delivery, Spec, Tensors
 from .runtime.optimizer import LearningRate, Recipe
-from .runtime.pipeline import Pipeline, Settings, check_compatible
+from .runtime.pipeline import Pipeline, Settings, check_job
 from .runtime.profile import layer_seconds
 from .runtime.stage import trace
 from .runtime.staging import Direct, Staging
+from .runtime.tensors import PRECISIONS, token_specs
 from .runtime.waiting import Patience
 from .runtime.worker import Feed, MicroBatch, Sums, Targets
-from .schedule import Schedule
+from .saving import Saver
+from .schedule import STREAMS, Schedule
 from .tasks import Task, task_of
 from .timeline import Span, breakdown
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 Read = Callable[[int, int], tuple[Tensors, Targets]]  # (step, number of the micro-batch) -> inputs, targets
 WARMUP_STEPS = 2  # in which torch and MPI set themselves up: not counted in means of time
 
@@ -71,13 +73,13 @@ class Job:
         )
 
 
-def plan_job(config: Config, ranks: int) -> Job:
-    """Raises InputError if `ranks` ranks cannot do what `config` asks."""
-    plan = schedule_of(config)
+def plan_job(config: Config, ranks: int, done: int = 0) -> Job:
+    """For the steps after the first `done`. Raises InputError if `ranks` ranks cannot do what `config` asks."""
+    plan = schedule_of(config, done=done)
     width = width_of(ranks, config.depth)
     task = task_of(config)
     sizes = _sizes(config, width, plan.micro_batches)
-    entering = (Spec((max(sizes), config.sequence_length), torch.int64),) * task.inputs
+    entering = token_specs(max(sizes), config.sequence_length, task.inputs)
     return job_of(config, width, plan, task, sizes, entering)
 
 
@@ -90,13 +92,15 @@ def job_of(
     costs = stage_costs(flops, cuts)
     plan = ordered(config, plan, costs)
     is_fp16, is_sharded = config.precision == "fp16", config.optimizer_sharding == "replicas"
-    check_compatible(plan.schedule, task.model, cuts, Recipe(config.optimizer), is_sharded, is_fp16)
+    check_job(plan.schedule, task.model, cuts, Recipe(config.optimizer), is_sharded, is_fp16)
     return Job(config, width, plan, task, sizes, cuts, tuple(costs), imbalance(flops, cuts, plan.schedule))
 
 
 def ordered(config: Config, plan: Steps, costs: Sequence[float]) -> Steps:
     """The plan in the order that is asked for, of stages that cost so much."""
-    return plan if config.order == "drawn" else schedule_of(config, by_thirds(costs, config.recompute != "none"))
+    if config.order == "drawn" or config.scheme in STREAMS:
+        return plan
+    return schedule_of(config, by_thirds(costs, config.recompute != "none"))
 
 
 def _cuts(config: Config, model: Model, schedule: Schedule, flops: Sequence[float]) -> Cuts:
@@ -209,13 +213,8 @@ class Part:
             sharded=config.optimizer_sharding == "replicas",
             cuts=tuple(self.job.cuts),
             staging=self.staging,
-            progress_thread=self._wants_thread(),
+            progress_thread=wants_thread(self.grid, config),
         )
-
-    def _wants_thread(self) -> bool:
-        """Between ranks that share memory whoever waits for a message moves it; over a network both ends must."""
-        asked = self.job.config.progress
-        return asked == "thread" or (asked == "auto" and self.grid.node.ranks < self.grid.world.size)
 
     def _loss_scale(self) -> float:
         """Large for the mean over the tokens [samples, tokens, ...] of a micro-batch, of which the loss is the sum."""
@@ -260,7 +259,9 @@ class Run:
         log: RunLog | None = None,
         tell: Callable[[Progress], None] = lambda progress: None,
         staging: Staging = Direct(),
+        resumed: Checkpoint | None = None,
     ):
+        """Raises InputError if the layers of the checkpoint to go on from, `resumed`, are others than the job's."""
         self.job, self.log, self.tell = job, log, tell
         config = job.config
         self.grid = Grid(comm, config.depth)
@@ -272,17 +273,65 @@ class Run:
         self.learning_rate = learning_rate_of(config)
         # A backward does twice a forward's arithmetic.
         self.flops = 3 * sum(self.pipeline.traces[0].flops) / job.sizes[self.part.first] * sum(job.sizes)
+        self.identity = identity_of(job, corpus)
+        self.first = 0
+        self.saver = Saver(self.pipeline, config.checkpoint, config.checkpoint_keep) if config.checkpoint else None
+        if resumed:
+            self._resume(resumed)
 
     def _entering(self, size: int) -> Sequence[Spec]:
-        return [Spec((size, self.job.config.sequence_length), torch.int64)] * self.job.task.inputs
+        return token_specs(size, self.job.config.sequence_length, self.job.task.inputs)
 
     def run(self) -> None:
-        """All steps. Raises OpFailed where an op failed."""
-        for first in range(0, self.job.config.steps, self.job.plan.steps):
-            self._advance(range(first, first + self.job.plan.steps))
+        """All steps that are left. Raises OpFailed where an op failed, and on all ranks RunFailed."""
+        config = self.job.config
+        for first in range(self.first, config.steps, self.job.plan.steps):
+            steps = range(first, first + self.job.plan.steps)
+            self._advance(steps)
+            if self.saver:
+                self.saver.poll()
+            if config.checkpoint_every and any((step + 1) % config.checkpoint_every == 0 for step in steps):
+                self.save(steps[-1] + 1, wait=False)
+        self.save(config.steps, wait=True)
+
+    def save(self, next_step: int, wait: bool) -> None:
+        """Write a checkpoint, if there is a folder for it, of what the run is between two steps: `next_step` are done.
+        It is written in the background unless one is to `wait`. Collective. Raises RunFailed on all ranks."""
+        if self.saver is None:
+            return
+        if self.log is not None:  # a checkpoint is never ahead of the log
+            self.log.flush(sync=True)
+        self.saver.save(next_step, self._facts(next_step) if self.grid.world.rank == 0 else {}, wait)
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        agree(self.grid.world, lambda: self.pipeline.take_up(checkpoint.layer))
+        self.first, scale = checkpoint.step, self.pipeline.loss_scale
+        if scale and checkpoint.facts["loss_scale"]:
+            scale.value, scale.steps = checkpoint.facts["loss_scale"]
+        if self.saver and checkpoint.path.parent.resolve() == self.saver.folder.resolve():
+            self.saver.saved = checkpoint.step
+
+    def _facts(self, next_step: int) -> dict[str, Any]:
+        """What a checkpoint says beside the layers."""
+        scale = self.pipeline.loss_scale
+        return {
+            "identity": self.identity,
+            "config": self.job.config.model_dump(mode="json"),
+            "ranks": self.grid.world.size,
+            "partition": [cut.start for cut in self.job.cuts[1:]],
+            "costs": self.job.costs,
+            "imbalance": self.job.imbalance,
+            "next_sample": next_step * sum(self.job.sizes),
+            "loss_scale": (scale.value, scale.steps) if scale else None,
+            "rules": RULES,
+            "log": str(self.log.path.absolute()) if self.log else None,
+            "versions": {package: version(package) for package in ("chimera-mpi", "torch", "safetensors")},
+        }
 
     def close(self) -> None:
         """Free what the ranks share. Collective."""
+        if self.saver:
+            self.saver.close()
         self.pipeline.close()
         self.grid.close()
 
@@ -292,7 +341,7 @@ class Run:
         started = self.clock()
         spans, sums = self.pipeline.run(self.part.feed(self.read, steps[0]), steps[0], self.learning_rate)
         seconds = (self.clock() - started) / len(steps)
-        rows = _step_reports(spans, sums, started)
+        rows = _step_reports(spans, sums, started, peak_held_bytes(self.part.staging.device))
         table = self._gather([number for row in rows for number in row])
         if _is_due(steps, config.spans_every, config.steps):
             self._log_spans(steps[-1], spans)
@@ -346,7 +395,7 @@ class Run:
                 tokens=samples * self.job.config.sequence_length,
                 flops=self.flops,
                 bubble_ratio=1 - by_column["compute_s"].mean() / seconds,
-                warmup=step < WARMUP_STEPS,
+                warmup=step < self.first + WARMUP_STEPS,
             )
             self.log.step(row, table[:, 3:])
             if evaluation:
@@ -356,17 +405,88 @@ class Run:
         self.tell(Progress(step, steps, total.mean_loss, total.grad_norm, seconds, per_s, validation_loss))
 
 
-def measured(comm: Comm, patience: Patience, job: Job, read: Read, staging: Staging = Direct()) -> Job:
+RULES = (
+    "the learning rate follows from the step; samples from (seed, step); dropout from (seed, step, micro-batch, layer)"
+)
+
+
+# What a run must have in common with one that it goes on from, and what else its numbers depend on.
+SHAPING = ("model", "sequence_length", "seed", "optimizer")
+OF_OUR_MODELS = ("layers", "hidden", "heads", "vocabulary", "positions", "tied")
+TRAINING = (
+    "learning_rate", "minimum_learning_rate", "warmup_steps", "steps", "weight_decay", "momentum", "clip", "dropout",
+    "precision",
+)  # fmt: skip
+
+
+def identity_of(job: Job, corpus: Corpus) -> dict[str, Any]:
+    """What a run must have in common with a checkpoint to go on from it, beside the shapes of layers."""
+    keys = SHAPING + (OF_OUR_MODELS if job.config.model in ("gpt", "bert") else ())
+    given = {key: getattr(job.config, key) for key in keys}
+    return {**given, "mini_batch_size": sum(job.sizes), "train_sha256": corpus.sha256}
+
+
+def check_same(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises InputError if `name` is not of a run such as this one."""
+    for key, value in here.items():
+        if there.get(key) != value:
+            raise InputError(
+                f"{name} is of a run with {key}={there.get(key)}, not {value}: ask for the same, or begin another run"
+            )
+
+
+def steps_done(checkpoint: Checkpoint | None, config: Config) -> int:
+    """Raises InputError if the run has gone further than `config` asks."""
+    done = checkpoint.step if checkpoint else 0
+    if checkpoint and done > config.steps:
+        raise InputError(
+            f"{checkpoint.path} has {done} steps, more than steps={config.steps}: set steps={done} or more"
+        )
+    return done
+
+
+def check_resumed(checkpoint: Checkpoint, job: Job, corpus: Corpus) -> None:
+    """Raises InputError if the job cannot go on from it."""
+    check_same(str(checkpoint.path), checkpoint.facts["identity"], identity_of(job, corpus))
+    model = job.task.model
+    if len(checkpoint.files) != len(model.layers):
+        raise InputError(f"{checkpoint.path} is of a model of {len(checkpoint.files)} layers, not {len(model.layers)}")
+    for index in range(len(model.layers)):
+        there = checkpoint.shapes(index)
+        for name, tensor in make_layer(model, index, seed=0, device="meta").state_dict().items():
+            if there.get(WEIGHTS + name) != tuple(tensor.shape):
+                raise InputError(
+                    f"layer {index} of {checkpoint.path} has {name} of shape {there.get(WEIGHTS + name)}, "
+                    f"that of the model {tuple(tensor.shape)}: give the model that was trained"
+                )
+
+
+def measured(
+    comm: Comm,
+    patience: Patience,
+    job: Job,
+    read: Read,
+    staging: Staging = Direct(),
+    before: Checkpoint | None = None,
+) -> Job:
     """Where the partition is to be measured, the job cut by the layers' seconds on the first micro-batch, as rank 0
-    measures them; else the job as it is. Collective."""
-    if job.config.partition != "measured":
+    measures them; else the job as it is. A run that goes on from `before` with the same schedule is cut as it was then.
+    Collective."""
+    config = job.config
+    if config.partition != "measured":
         return job
+    cut_by = ("partition", "scheme", "depth", "chunks", "waves", "pairs")
+    if before and all(before.facts["config"][key] == getattr(config, key) for key in cut_by):
+        cuts = cut_at(before.facts["partition"], len(job.task.model.layers), job.plan.schedule.stages)
+        costs = tuple(before.facts["costs"])
+        plan = ordered(config, job.plan, costs)
+        return replace(job, plan=plan, cuts=cuts, costs=costs, imbalance=before.facts["imbalance"], balanced="seconds")
     seconds = np.zeros(len(job.task.model.layers))
 
     def measure() -> None:
         inputs, targets = read(0, 0)
         with torch.random.fork_rng(devices=[]):
-            dtype = PRECISIONS[job.config.precision]
+            dtype = PRECISIONS[config.precision]
             seconds[:] = layer_seconds(job.task.model, inputs, targets, dtype, staging=staging)
 
     agree(comm, lambda: measure() if comm.rank == 0 else None)
@@ -411,6 +531,11 @@ def patience_of(grid: Grid, config: Config) -> Patience:
     return grid.node.patience if config.spin_s is None else Patience(config.spin_s)
 
 
+def wants_thread(grid: Grid, config: Config) -> bool:
+    """Between ranks that share memory whoever waits for a message moves it; over a network both ends must."""
+    return config.progress == "thread" or (config.progress == "auto" and grid.node.ranks < grid.world.size)
+
+
 def learning_rate_of(config: Config) -> LearningRate:
     return LearningRate(config.learning_rate, config.minimum_learning_rate, config.warmup_steps, config.steps)
 
@@ -420,9 +545,8 @@ def _is_due(steps: range, every: int, of: int) -> bool:
     return steps[-1] + 1 == of or any((step + 1) % every == 0 for step in steps)
 
 
-def _step_reports(spans: list[Span], sums: list[Sums], started_s: float) -> list[StepReport]:
+def _step_reports(spans: list[Span], sums: list[Sums], started_s: float, peak_bytes: int) -> list[StepReport]:
     """Of a stream's steps, which overlap, each has an equal share of the times."""
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     compute_s, wait_s, allreduce_wait_s, update_s = (t / len(sums) for t in breakdown(spans, started_s))
     return [
         StepReport(s.loss, s.targets, s.square_norm, compute_s, wait_s, allreduce_wait_s, update_s, peak_bytes)

@@ -34,7 +34,8 @@ T = TypeVar("T")
 OF_COMMANDS = (
     {"model", "layers", "hidden", "heads", "vocabulary", "positions", "sequence_length", "tied", "dropout"}
     | {"micro_batch_size", "mini_batch_size", "data"}
-    | {"log", "eval_every", "eval_mini_batches", "check_replicas", "spans_every", "keep_freed_memory"}
+    | {"checkpoint", "checkpoint_every", "checkpoint_keep", "resume"}
+    | {"log", "eval_every", "eval_mini_batches", "check_replicas", "spans_every", "keep_freed_memory", "machine"}
 )
 
 

@@ -15,11 +15,14 @@ FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 # From the ground up; a part may import from lower floors, and from its own part, but not from its neighbours.
 FLOORS = [
     {"errors", "host"},
+    {"lock"},
     {"schedule"},
     {"timeline", "draw"},
-    {"predict", "models", "data", "config"},
+    {"predict", "models", "data", "config", "checkpoint"},
     {"runlog", "runtime", "tasks"},
-    {"train", "report"},
+    {"saving"},
+    {"train", "report", "work"},
+    {"prediction"},
     {"commands", "trainer"},
     {"cli"},
     {"__main__", "__init__"},
@@ -29,8 +32,8 @@ NEIGHBOURS_ALLOWED = {("draw", "timeline")}
 
 HOMES = {
     "h5py": {"data", "runlog"},
-    "mpi4py": {"runtime", "commands"},
-    "torch": {"models", "runtime", "train", "trainer", "commands"},
+    "mpi4py": {"runtime", "saving", "commands"},
+    "torch": {"models", "runtime", "checkpoint", "train", "trainer", "commands"},
     "pydantic": {"config"},
 }
 

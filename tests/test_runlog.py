@@ -20,8 +20,8 @@ import h5py
 import numpy as np
 import pytest
 
-from chimera_mpi import runlog
-from chimera_mpi.errors import InputError
+from chimera_mpi import lock, runlog
+from chimera_mpi.errors import InputError, RunFailed
 from chimera_mpi.predict import Costs, simulate
 from chimera_mpi.runlog import (
     EVALUATIONS,
@@ -292,7 +292,7 @@ def test_the_folder_is_not_ours(path, monkeypatch, code):
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_no_locks_are_told_at_the_start_with_the_way_out(path, monkeypatch, code):
-    with raising(monkeypatch, runlog.fcntl, "flock", code):
+    with raising(monkeypatch, lock.fcntl, "flock", code):
         with pytest.raises(InputError) as caught:
             RunLog.create(path, {}, 1)
         assert "HDF5_USE_FILE_LOCKING=FALSE" in one_line(caught)
@@ -330,12 +330,12 @@ def test_a_full_disk_on_the_way_leaves_the_log_whole(path, monkeypatch):
     log = RunLog.create(path, {}, 2, ALWAYS)
     write(log, 0, 10)
     with file_size_limit(path.stat().st_size + 1000):
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(RunFailed) as caught:
             write(log, 11, 100_000)
         safe = int(one_line(caught).split("steps up to ")[1].split()[0])
         assert "free some space" in str(caught.value)
         assert assert_whole(path) == safe + 1
-        with pytest.raises(InputError):
+        with pytest.raises(RunFailed):
             log.close()
     assert assert_whole(path) == safe + 1
     with RunLog.append(path, {}, 2) as log:
@@ -347,7 +347,7 @@ def test_a_full_disk_on_the_way_leaves_the_log_whole(path, monkeypatch):
 def test_a_disk_that_was_full_and_is_no_more(path):
     log = RunLog.create(path, {}, 2, NEVER)
     write(log, 0, 5000)
-    with file_size_limit(path.stat().st_size), pytest.raises(InputError):
+    with file_size_limit(path.stat().st_size), pytest.raises(RunFailed):
         log.flush()
     assert assert_whole(path) == 0
     write(log, 5001, 5005)
@@ -358,9 +358,9 @@ def test_a_disk_that_was_full_and_is_no_more(path):
 def test_a_log_that_another_program_empties_is_noticed(path):
     log = RunLog.create(path, {}, 2, ALWAYS)
     os.truncate(path, 0)
-    with pytest.raises(InputError, match="another program has cut it short"):
+    with pytest.raises(RunFailed, match="another program has cut it short"):
         write(log, 0, 0)
-    with pytest.raises(InputError):
+    with pytest.raises(RunFailed):
         log.close()
     assert path.stat().st_size == 0
 

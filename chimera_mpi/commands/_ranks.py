@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, RunFailed
 
 # What launchers tell a process of the number of its like, and what to try when MPI sees only one.
 SRUN = "srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI (srun --mpi=list shows both)"
@@ -49,10 +49,15 @@ def library_name() -> str:
 
 @contextmanager
 def ending_together(world: Any) -> Iterator[None]:
-    """An exception on one rank prints its traceback and ends all ranks; InputError passes, all ranks have it."""
+    """An exception on one rank prints its traceback and ends all ranks; InputError passes, all ranks have it, and so
+    does a RunFailed that all have. One of a rank alone is one line."""
     try:
         yield
     except InputError:
+        raise
+    except RunFailed as error:
+        if not error.on_all and world.size > 1:
+            _end(world, 1, f"chimera-mpi: {error}")
         raise
     except KeyboardInterrupt:
         _end(world, 130, "interrupted" if world.rank == 0 else "")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..draw.look import duration
 from ..errors import InputError
-from ..host import keep_freed_memory
+from ..host import keep_freed_memory, peak_resident_bytes
 from ..predict import Costs
 from ..schedule import SCHEMES, width_of
 from ._plan import Plan, add_order, count, parse_scheme, plan, seconds, write
@@ -229,11 +228,10 @@ def _facts(world: Any) -> dict[str, Any]:
     """Where this was measured, and the most memory that a rank had. Collective."""
     from mpi4py import MPI
 
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "hosts": world.allgather(MPI.Get_processor_name()),
         "mpi_library": library_name(),
-        "peak_bytes": max(world.allgather(peak_bytes)),
+        "peak_bytes": max(world.allgather(peak_resident_bytes())),
     }
 
 

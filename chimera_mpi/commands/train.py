@@ -8,18 +8,21 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import InputError
+from ..errors import InputError, RunFailed
 from ..host import keep_freed_memory
 from ..predict import weight_versions
 from ._devices import find_staging
 from ._ranks import ending_together, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
+    from ..checkpoint import Choice
+    from ..config import Config
+    from ..prediction import Prediction
     from ..runlog import RunLog
     from ..train import Job, Progress
 
@@ -49,20 +52,30 @@ def run(args: argparse.Namespace) -> int:
             if world.rank == 0:
                 raise
             return 2
+        except RunFailed:
+            if world.rank == 0:
+                raise
+            return 1
 
 
 def _train(world: Any, args: argparse.Namespace) -> int:
     from .. import report
-    from ..config import DEFAULT_DATA, load
+    from ..config import DEFAULT_DATA, check_together, load
     from ..data import open_corpus
+    from ..prediction import predict
     from ..runlog import read_run
     from ..runtime.agreement import agree
     from ..runtime.grid import find_node
+    from ..saving import find
     from ..tasks import check_vocabulary
-    from ..train import Run, measured, plan_job, reader, try_loss
+    from ..train import Run, check_resumed, measured, plan_job, reader, steps_done, try_loss
 
     config = agree(world, lambda: load(args.source, args.overrides))
-    job = agree(world, lambda: plan_job(config, world.size))
+    agree(world, lambda: check_together(config))
+    choice = find(world, config.resume, config.checkpoint)
+    resumed = choice.checkpoint
+    done = agree(world, lambda: steps_done(resumed, config))
+    job = agree(world, lambda: plan_job(config, world.size, done))
     node = find_node(world)
     staging, devices = find_staging(world, node.rank, config)
     data = config.data or DEFAULT_DATA
@@ -72,23 +85,41 @@ def _train(world: Any, args: argparse.Namespace) -> int:
         world, lambda: [open_corpus(data, part, config.sequence_length) for part in ("train", "validation")]
     )
     agree(world, lambda: check_vocabulary(job.task, corpus))
+    if resumed:
+        agree(world, on_rank_0(lambda: check_resumed(resumed, job, corpus)))
+        if done == config.steps:
+            if world.rank == 0:
+                print(f"{resumed.path} has all {done} steps: raise steps= to go on")
+            return 0
     threads = set_threads(config.threads, node.threads)
     if config.keep_freed_memory:
         keep_freed_memory()
+    held = _held(world, staging.device)
     agree(world, on_rank_0(lambda: try_loss(job, reader(job, corpus))))
-    job = measured(world, node.patience, job, reader(job, corpus), staging)
-    facts = {**_facts(world, threads), "devices": devices}
-    log = agree(world, on_rank_0(lambda: _create_log(job, validation, world.size, facts)))
-    run = Run(world, job, corpus, validation, log, _Teller() if world.rank == 0 else _tell_nobody, staging)
-    if world.rank == 0:
-        told = f"{run.part.patience}, {run.pipeline.worker.gradients.where}"
-        told += ", a thread moves messages" if run.pipeline.progress else ""
-        print(_opening(job, world.size, threads, devices, told), flush=True)
-    with log or nullcontext():
-        run.run()
-    run.close()
-    if log is not None:
-        print("\n".join(["", *report.summary(read_run(log.path)), f"log         {log.path}"]), flush=True)
+    job = measured(world, node.patience, job, reader(job, corpus), staging, resumed)
+    prediction = agree(world, on_rank_0(lambda: predict(job, staging.device.type)))
+    facts = {**_facts(world, threads), **held, "devices": devices}
+    with ExitStack() as stack:
+        if config.checkpoint:
+            agree(world, on_rank_0(lambda: stack.enter_context(_own_folder(config, choice))))
+        log = agree(world, on_rank_0(lambda: _open_log(job, validation, world.size, facts, prediction, choice)))
+        tell = _Teller() if world.rank == 0 else _tell_nobody
+        run = Run(world, job, corpus, validation, log, tell, staging, resumed)
+        if world.rank == 0:
+            told = f"{run.part.patience}, {run.pipeline.worker.gradients.where}"
+            told += ", a thread moves messages" if run.pipeline.progress else ""
+            opening = _opening(job, world.size, threads, devices, told)
+            print(*_resuming(choice, config), opening, *filter(None, [prediction]), sep="\n", flush=True)
+        with log or nullcontext():
+            if log and prediction and prediction.spans:
+                log.plan(prediction.spans)
+            run.run()
+        run.close()
+    ending = [] if log is None else ["", *report.summary(read_run(log.path)), f"log         {log.path}"]
+    if world.rank == 0 and run.saver:
+        ending.append(f"checkpoint  {run.saver.newest}")
+    if ending:
+        print("\n".join(ending), flush=True)
     return 0
 
 
@@ -110,11 +141,30 @@ def _prepare_default(path: Path) -> None:
         print(describe(prepare(path)), flush=True)
 
 
-def _create_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any]) -> RunLog | None:
+def _own_folder(config: Config, choice: Choice) -> AbstractContextManager[None]:
+    """The folder for checkpoints, for this run alone. Raises InputError if another's are in it."""
+    from ..checkpoint import found_in, taken
+    from ..runlog import locks_wanted
+
+    assert config.checkpoint is not None
+    there, begins = found_in(config.checkpoint), choice.checkpoint
+    if there and (begins is None or begins.path.parent.resolve() != config.checkpoint.resolve()):
+        raise InputError(
+            f"{there[0]} is there already, and this run does not go on from it: "
+            "set resume=auto, or take another checkpoint="
+        )
+    return taken(config.checkpoint, locks_wanted(os.environ))
+
+
+def _open_log(
+    job: Job, corpus: Any, ranks: int, facts: dict[str, Any], prediction: Prediction | None, choice: Choice
+) -> RunLog | None:
+    """A new one; or that of the run that is resumed. Raises InputError."""
     from ..models import parameter_count
     from ..runlog import RunLog, locks_wanted
 
-    if job.config.log is None:
+    config, resumed = job.config, choice.checkpoint
+    if config.log is None:
         return None
     attributes = {
         "config": job.config.model_dump_json(),
@@ -127,9 +177,47 @@ def _create_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any]) -> Run
         "unigram_entropy_nats": corpus.unigram_entropy_nats,
         "validation_sha256": corpus.sha256,
         **facts,
+        **(prediction.attributes if prediction else {}),
     }
-    create = partial(RunLog.create, attributes=attributes, workers=ranks, locking=locks_wanted(os.environ))
-    return _created_anywhere(create, job.config.scheme) if job.config.log == "auto" else create(Path(job.config.log))
+    locking = locks_wanted(os.environ)
+    path = None if config.log == "auto" else Path(config.log)
+    before = resumed.facts["log"] if resumed and config.log == config.resume == "auto" else None
+    there = Path(before) if before else path
+    if there and config.resume and there.exists():
+        _check_log(there, job, resumed.step if resumed else 0)
+        return RunLog.append(there, attributes, ranks, locking=locking)
+    create = partial(RunLog.create, attributes=attributes, workers=ranks, locking=locking)
+    return create(path) if path else _created_anywhere(create, config.scheme)
+
+
+def _check_log(path: Path, job: Job, done: int) -> None:
+    """Raises InputError if the log is of another run, or its steps after the first `done` would now be others."""
+    from ..runlog import read_run
+    from ..train import SHAPING, TRAINING, check_same
+
+    run = read_run(path)
+    there = json.loads(run.sessions[-1].attributes["config"]) if run.sessions else run.config
+    here = job.config.model_dump(mode="json")
+    check_same(str(path), there, {key: here[key] for key in SHAPING})
+    check_same(str(path), run.attributes, {"mini_batch_size": sum(job.sizes)})
+    last = int(run.steps["step"][-1]) if len(run.steps["step"]) else -1
+    for key in TRAINING:
+        if last >= done and there[key] != here[key]:
+            raise InputError(
+                f"{path} has steps up to {last} with {key}={there[key]}, of which those from {done} on would be done "
+                f"anew with {here[key]}: take another log="
+            )
+
+
+def _resuming(choice: Choice, config: Config) -> list[str]:
+    """What rank 0 says of the checkpoint that it goes on from."""
+    if choice.checkpoint is None:
+        return []
+    there, here = choice.checkpoint.facts["config"], config.model_dump(mode="json")
+    keys = (key for key in here if key in there and key not in ("log", "resume") and not key.startswith("checkpoint"))
+    changed = [f"{key} {there[key]} -> {here[key]}" for key in keys if there[key] != here[key]]
+    told = f"; changed: {', '.join(changed)}" if changed else ""
+    return [*choice.passed_over, f"resumed from {choice.checkpoint.path}, {choice.checkpoint.step} steps done{told}"]
 
 
 def _created_anywhere(create: Callable[[Path], RunLog], scheme: str) -> RunLog:
@@ -143,6 +231,16 @@ def _created_anywhere(create: Callable[[Path], RunLog], scheme: str) -> RunLog:
             if not path.exists():
                 raise
     raise InputError(f"{folder} has 99 logs of {name}: name one by log=")
+
+
+def _held(world: Any, device: Any) -> dict[str, Any]:
+    """What each rank has in memory before its part of the model is built, and of what. Collective."""
+    from ..runtime.device import held_bytes
+
+    return {
+        "held_before_bytes": json.dumps(world.allgather(held_bytes(device))),
+        "memory_measured": "process" if device.type == "cpu" else "device",
+    }
 
 
 def _facts(world: Any, threads: int) -> dict[str, Any]:

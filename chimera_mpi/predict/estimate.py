@@ -182,11 +182,11 @@ def estimate(work: Work, machine: Machine, choice: Choice) -> Estimate:
         performance(schedules, costs).step_s,
         bubble_ratio=1 - busy_s / (choice.depth * step_s),
         exposed_allreduce_s=max(step_s - free_s, 0.0),
-        memory=_memory(work, choice, schedules),
+        memory=memory_in(work, choice, schedules),
     )
 
 
-def _memory(work: Work, choice: Choice, schedules: Weighted) -> tuple[Memory, ...]:
+def memory_in(work: Work, choice: Choice, schedules: Weighted) -> tuple[Memory, ...]:
     """What the workers hold in a step: what goes with the number of micro-batches grows evenly; not in a stream."""
     weights = [weight for weight, _ in schedules]
     if sum(weights) < 0.5:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ import torch
 from ..errors import InputError
 from ..models import Model, make_layer
 from ..predict.partition import cut_uniformly
-from ..schedule import Schedule, forward_only
+from ..schedule import Place, Schedule, check_compatible, forward_only
 from ..timeline import Span
 from .gradients import BUCKET_BYTES, SHARED_FROM_BYTES, Gradients, ties_across
 from .grid import Grid, holders
@@ -22,6 +22,7 @@ from .optimizer import Recipe
 from .progress import ProgressThread
 from .stage import Boundaries, Recompute, Stage, Trace, digest, trace
 from .staging import Direct, Staging
+from .state import Copies, LayerState, take_up
 from .waiting import Patience
 from .weights import weights_of
 from .worker import Evaluator, Feed, Sums, Worker
@@ -68,7 +69,7 @@ class Pipeline:
         self.cuts = list(settings.cuts or cut_uniformly(len(model.layers), schedule.stages))
         self.dtype = settings.dtype
         self.traces = self._traces(inputs)
-        check_compatible(schedule, model, self.cuts, settings.recipe, settings.sharded, bool(settings.loss_scale))
+        check_job(schedule, model, self.cuts, settings.recipe, settings.sharded, bool(settings.loss_scale))
         self.stages = {
             place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype, settings.staging.device)
             for place in schedule.places(self.grid.worker)
@@ -163,6 +164,34 @@ class Pipeline:
                     found.append(self._take(index, holder))
         return found if rank == 0 else None
 
+    def layer_states(self) -> Iterator[tuple[int, LayerState]]:
+        """The states of the layers that this rank answers for, between two steps, on the CPU; they may share memory
+        with what is trained. One rank answers for each layer. Collective."""
+        for stage, place in self._first_places():
+            comm = self.grid.replicas(holders(self.schedule, [stage]))
+            layers = {index: self.stages[place].layer(index) for index in self.cuts[stage]}
+            copies = Copies(comm, self.patience, self._limit_bytes)
+            yield from copies.states(layers, self.worker.weights[place])
+
+    def take_up(self, read: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
+        """Go on from the states of all layers; `read(index)` has one's. Raises InputError."""
+        for stage, _ in self._first_places():
+            for index in self.cuts[stage]:
+                state = read(index)
+                for place, module in self.stages.items():
+                    if place[1] == stage:
+                        take_up(index, module.layer(index), self.worker.weights[place], state)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Of fp16."""
+        return self.worker.norm.loss_scale if self.worker.norm else None
+
+    def _first_places(self) -> list[tuple[int, Place]]:
+        """The stages of this rank, with a place that has each; in one order on all ranks."""
+        first = {place[1]: place for place in reversed(self.stages)}
+        return sorted(first.items())
+
     def _give(self, layer: torch.nn.Module) -> None:
         for tensor in layer.state_dict().values():
             whole = tensor.cpu().contiguous()
@@ -190,21 +219,17 @@ class Pipeline:
         )
 
 
-def check_compatible(
+def check_job(
     schedule: Schedule, model: Model, cuts: Sequence[range], recipe: Recipe, sharded: bool, fp16: bool
 ) -> None:
     """Raises InputError if these do not go together."""
     _check_ties(model)
-    if sharded:
-        _check_sharding(schedule, recipe)
-    if schedule.updates == 1:
-        return
-    if ties_across(model.tied, cuts):
-        raise InputError(f"{schedule.scheme} holds its stages at several versions, tied weights at one: set tied=false")
-    if fp16:
+    if sharded and not recipe.by_element:
         raise InputError(
-            f"{schedule.scheme} updates stage by stage, and skipping an overflow of fp16 needs all: take bf16"
+            f"{recipe.name} looks at whole tensors, shares are cut anywhere: take adamw or sgd, "
+            "or set optimizer_sharding=none"
         )
+    check_compatible(schedule, tied=bool(ties_across(model.tied, cuts)), sharded=sharded, fp16=fp16)
 
 
 def _check_ties(model: Model) -> None:
@@ -217,18 +242,3 @@ def _check_ties(model: Model) -> None:
                 f"{name} of layer {index} is tied to {', '.join(f'{n} of layer {i}' for i, n in others)}, "
                 "but not all are frozen: freeze all or none of them"
             )
-
-
-def _check_sharding(schedule: Schedule, recipe: Recipe) -> None:
-    """Raises InputError if the optimizer cannot be shared out."""
-    remedy = "set optimizer_sharding=none"
-    if not recipe.by_element:
-        raise InputError(
-            f"{recipe.name} looks at whole tensors, shares are cut anywhere: take adamw or sgd, or {remedy}"
-        )
-    if schedule.updates > 1:
-        raise InputError(f"{schedule.scheme} holds its weights in several versions, shares have one: {remedy}")
-    for worker in range(schedule.depth):
-        stages = [stage for _, stage in schedule.places(worker)]
-        if len(stages) > len(set(stages)):
-            raise InputError(f"worker {worker} of {schedule.scheme} holds a stage twice, which has one share: {remedy}")

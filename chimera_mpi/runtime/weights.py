@@ -18,6 +18,20 @@ from .staging import Staging
 from .waiting import Patience
 
 
+class Trained(NamedTuple):
+    """What the optimizers of a stage's replicas have of a parameter: each all of it, as `weight`; or of its elements,
+    in a row, replica r `parts[r]`, this one as `weight`, if any."""
+
+    weight: nn.Parameter | None
+    dtype: torch.dtype
+    parts: tuple[slice, ...] = ()
+    replica: int = 0  # this one
+
+    @property
+    def part(self) -> slice:
+        return self.parts[self.replica] if self.parts else slice(None)
+
+
 class Weights:
     """Weights that are all of one version: each op uses those that are there.
 
@@ -30,6 +44,7 @@ class Weights:
         self.pieces = {n: piece for n, p in self.newest.items() if (piece := gradients.of(p)) is not None}
         self.masters = {name: _master(self.newest[name], piece) for name, piece in self.pieces.items()}
         self.optimizer = recipe.build(self.masters.values())
+        self.trained = {self.newest[name]: Trained(m, m.dtype) for name, m in self.masters.items()}
 
     def use(self, op: Op) -> None:
         """Let the stage have the weights that `op` must see."""
@@ -70,15 +85,15 @@ class ShardedWeights(Weights):
         self.stage, self.patience = stage, patience
         self.newest = dict(stage.named_parameters())
         self.shares = [Share(bucket, place, gradients.staging) for bucket in gradients.buckets(place)]
-        own = {id(p) for share in self.shares for p in share.bucket.parameters[place]}
+        self.trained = {p: of_p for share in self.shares for p, of_p in share.cut(place)}
         self.masters = {
             name: _master(parameter, piece)
             for name, parameter in self.newest.items()
-            if id(parameter) not in own and (piece := gradients.of(parameter)) is not None
+            if parameter not in self.trained and (piece := gradients.of(parameter)) is not None
         }
-        mine = [piece for share in self.shares for piece in share.cut(place)]
-        mine += [Piece(master, decays(master)) for master in self.masters.values()]
-        self.optimizer = recipe.build_of([p.weight for p in mine if p.decays], [p.weight for p in mine if not p.decays])
+        self.trained.update({self.newest[name]: Trained(m, m.dtype) for name, m in self.masters.items()})
+        mine = [(of_p.weight, decays(p)) for p, of_p in self.trained.items() if of_p.weight is not None]
+        self.optimizer = recipe.build_of([w for w, decay in mine if decay], [w for w, decay in mine if not decay])
 
     def use(self, op: Op) -> None:
         for share in self.shares:
@@ -93,13 +108,6 @@ class ShardedWeights(Weights):
         super().update(learning_rate)
         for share in self.shares:
             share.gather()
-
-
-class Piece(NamedTuple):
-    """What a share has of one parameter."""
-
-    weight: nn.Parameter
-    decays: bool
 
 
 class Share:
@@ -117,16 +125,21 @@ class Share:
         self.master = self.seen.to(bucket.mine.dtype)
         self.gathering: MPI.Request | None = None
 
-    def cut(self, place: Place) -> Iterator[Piece]:
-        """The share in pieces of one parameter each, with their gradients."""
-        start = -self.start
+    def cut(self, place: Place) -> Iterator[tuple[nn.Parameter, Trained]]:
+        """Each parameter, and the piece of the share that is of it, with its gradient."""
+        start, size = 0, self.own.stop - self.own.start
         for parameter in self.bucket.parameters[place]:
-            first, last = max(start, 0), min(start + parameter.numel(), len(self.master))
-            if first < last:
-                weight = nn.Parameter(self.master[first:last])
-                weight.grad = self.bucket.mine[first:last]
-                yield Piece(weight, decays(parameter))
-            start += parameter.numel()
+            numel, weight = parameter.numel(), None
+            firsts = [min(max(rank * size - start, 0), numel) for rank in range(self.bucket.comm.size + 1)]
+            parts = tuple(map(slice, firsts, firsts[1:]))
+            replica = self.bucket.comm.rank
+            part = parts[replica]
+            if part.start < part.stop:
+                here = slice(start + part.start - self.start, start + part.stop - self.start)
+                weight = nn.Parameter(self.master[here])
+                weight.grad = self.bucket.mine[here]
+            yield parameter, Trained(weight, self.master.dtype, parts, replica)
+            start += numel
 
     def gather(self) -> None:
         """Start to fetch what the other replicas have updated."""

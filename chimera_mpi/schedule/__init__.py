@@ -2,6 +2,7 @@
 
 from .check import check
 from .collector import paused_collector
+from .compatible import check_compatible
 from .list_scheduler import Plan, list_schedule, ordered_for
 from .ops import (
     COMPUTE,
@@ -50,6 +51,7 @@ __all__ = [
     "accumulated",
     "build",
     "check",
+    "check_compatible",
     "completing",
     "dumps",
     "forward_only",

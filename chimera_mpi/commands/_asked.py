@@ -1,0 +1,106 @@
+"""What a plan is asked for, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..config import Config, load
+from ..errors import InputError
+from ..predict.machine import Machine, read_machine
+from ..predict.planner import SYNCHRONOUS, Space, Tell, tell_nobody
+from ..predict.work import Work
+from ..schedule import ALIASES, SCHEMES, STREAMS, nearest
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model, a machine, and what may be chosen. `name` is that of the model's configuration, `machine_name` what the
+    machine was asked for by."""
+
+    name: str
+    machine_name: str
+    config: Config
+    work: Work
+    machine: Machine
+    mini_batch: int
+    space: Space
+
+
+CHOSEN = (
+    "micro_batches",
+    "pairs",
+    "concat",
+    "chunks",
+    "waves",
+    "partition",
+    "accumulate",
+    "order",
+)  # keys that are results
+
+
+def asked_of(args: argparse.Namespace) -> Asked:
+    from ..work import work_of
+
+    machine = read_machine(args.machine)
+    given = {override.partition("=")[0] for override in args.overrides}
+    for key in CHOSEN:
+        if key in given:
+            raise InputError(f"{key} is what plan chooses: leave it out, or give it to train")
+    config = load(args.source, args.overrides)
+    mini_batch = args.mini_batch or config.mini_batch_size
+    if mini_batch is None:
+        raise InputError(f"{args.source} has no mini_batch_size: give --mini-batch, the samples of a step")
+    space = Space(
+        schemes=_schemes(args, config, given),
+        depths=(config.depth,) if "depth" in given else args.depths and tuple(args.depths),
+        largest_micro_batch=args.max_micro_batch_size,
+        micro_batch_size=config.micro_batch_size if "micro_batch_size" in given else None,
+        sharded=config.optimizer_sharding == "replicas",
+        fp16=config.precision == "fp16",
+    )
+    if "recompute" in given:
+        space = replace(space, recompute=(config.recompute,))
+    if "sync" in given:
+        space = replace(space, syncs=(config.sync,))
+    return Asked(Path(args.source).stem, args.machine, config, work_of(config), machine, mini_batch, space)
+
+
+def _schemes(args: argparse.Namespace, config: Config, given: set[str]) -> tuple[str, ...]:
+    """Those that are named, in the order of the registry. An asynchronous one needs --asynchronous as well."""
+    named = [config.scheme] if "scheme" in given else args.schemes or [*SYNCHRONOUS, *(STREAMS * args.asynchronous)]
+    for name in named:
+        if ALIASES.get(name, name) not in SCHEMES:
+            raise InputError(f"unknown scheme '{name}': {nearest(name, [*SCHEMES, *ALIASES])}")
+    schemes = {ALIASES.get(name, name) for name in named}
+    streams = [scheme for scheme in STREAMS if scheme in schemes]
+    if streams and not args.asynchronous:
+        raise InputError(f"{streams[0]} is asynchronous, it trains on gradients of older weights: allow --asynchronous")
+    return tuple(scheme for scheme in SCHEMES if scheme in schemes)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Tell]:
+    """On a terminal, a bar that runs while choices are settled."""
+    if not sys.stderr.isatty():
+        yield tell_nobody
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, told = bar.add_task("laying out choices", total=None), [0.0]
+
+        def tell(settled: int, of: int, best_s: float) -> None:
+            if time.monotonic() - told[0] > 0.1:
+                told[0] = time.monotonic()
+                best = f", best {best_s:.3g} s" if best_s < float("inf") else ""
+                bar.update(task, completed=settled, total=of, description=f"{settled:,} of {of:,} choices{best}")
+
+        yield tell

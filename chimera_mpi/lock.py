@@ -1,0 +1,54 @@
+"""A lock that keeps two jobs from writing one thing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+
+class Lock:
+    """Held on a file of its own, on one node or several; ends with its process, however that ends.
+
+    flock: it belongs to the open file, so nothing else that this process opens or closes can lose it, unlike lockf. The
+    file goes when the lock is released; one left by a killed owner holds no lock.
+    """
+
+    def __init__(self, path: Path, wanted: bool = True) -> None:
+        """Raises `BlockingIOError` if another holds it; where it is not `wanted` it is none."""
+        self.path, self.wanted, self._descriptor = path, wanted, -1
+        while wanted and self._descriptor < 0:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if not isinstance(error, BlockingIOError):  # no locks here: nobody needs the file
+                    path.unlink(missing_ok=True)
+                os.close(descriptor)
+                raise
+            if os.fstat(descriptor).st_nlink:
+                self._descriptor = descriptor
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
+            else:  # its owner removed it between our two calls
+                os.close(descriptor)
+
+    def share(self, descriptor: int) -> None:
+        """Lock another file as its readers do."""
+        if self.wanted:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def owner(path: Path) -> str:
+    """Who holds the lock on this file."""
+    with suppress(OSError):
+        return path.read_text() or "another program"
+    return "another program"

@@ -1,0 +1,245 @@
+"""Going on with a run from the command line: one log, each step once, and nobody's work overwritten."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import launch
+import numpy as np
+import pytest
+import torch
+
+from chimera_mpi import checkpoint, runlog
+from chimera_mpi.checkpoint import found_in, open_checkpoint
+from chimera_mpi.cli import main
+from chimera_mpi.config import Config, steps_of_stream
+from chimera_mpi.data import prepare
+from chimera_mpi.models import make_layer
+from chimera_mpi.runlog import read_run
+from chimera_mpi.tasks import task_of
+from chimera_mpi.train import Run
+
+ROOT = Path(__file__).parent.parent
+SMALL = """
+layers = 2
+hidden = 16
+heads = 2
+positions = 16
+sequence_length = 16
+precision = "fp64"
+mini_batch_size = 12
+learning_rate = 0.01
+warmup_steps = 2
+eval_every = 3
+spans_every = 2
+steps = 6
+data = "corpus.h5"
+checkpoint = "checkpoints"
+checkpoint_every = 2
+checkpoint_keep = 3
+log = "run.h5"
+threads = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "corpus.h5"
+    prepare(path, [ROOT / "data" / "pipelines.txt"])
+    return path
+
+
+@pytest.fixture
+def train(tmp_path, corpus, monkeypatch, capsys):
+    """`chimera-mpi train small.toml KEY=VALUE ...` in this process: the exit code and what it said."""
+    (tmp_path / "corpus.h5").symlink_to(corpus)
+    (tmp_path / "small.toml").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+
+    def run(*overrides):
+        code = main(["train", "small.toml", *overrides])
+        told = capsys.readouterr()
+        return code, told.out + told.err
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+def test_a_run_in_two_sessions_is_that_in_one(train):
+    assert train("log=one.h5", "checkpoint=one")[0] == 0
+    assert train("steps=6", "checkpoint=two", "log=run.h5")[0] == 0
+    shorten(Path("two"), 2)
+    code, told = train("checkpoint=two", "resume=auto")
+    assert code == 0 and "resumed from two/step-00000002, 2 steps done" in told
+    one, two = read_run("one.h5"), read_run("run.h5")
+    assert list(two.steps["step"]) == list(range(6)) and list(two.evaluations["step"]) == [2, 5]
+    assert [session.first_step for session in two.sessions] == [0, 2]
+    for column in ("loss", "grad_norm", "learning_rate"):
+        assert np.array_equal(one.steps[column], two.steps[column])
+    ends = [open_checkpoint(Path(name, "step-00000006")) for name in ("one", "two")]
+    assert ends[0].files == ends[1].files
+    assert not Path("two/lock").exists()
+
+
+def shorten(folder, step):
+    """As if the run had been killed before its next checkpoints."""
+    for path in found_in(folder):
+        if int(path.name.removeprefix("step-")) > step:
+            path.rename(folder.parent / f"of-later-{path.name}")
+
+
+def test_steps_that_were_lost_are_logged_once(train):
+    """Killed between two checkpoints, gone on with in another layout, to a later end."""
+    assert train("checkpoint_keep=9", "steps=4", "minimum_learning_rate=0.01", "warmup_steps=0")[0] == 0
+    shorten(Path("checkpoints"), 2)
+    constant = ("minimum_learning_rate=0.01", "warmup_steps=0")
+    code, told = train("resume=auto", "steps=7", *constant)
+    assert code == 2 and "run.h5 has steps up to 3 with steps=4, of which those from 2 on" in told
+    assert train("resume=auto", "steps=4", "scheme=gpipe", "micro_batches=2", *constant)[0] == 0
+    code, told = train("resume=auto", "steps=7", *constant)
+    assert code == 0 and "steps 4 -> 7" in told
+    run = read_run("run.h5")
+    assert list(run.steps["step"]) == list(range(7))
+    assert list(run.steps["session"]) == [0, 0, 0, 0, 2, 2, 2]
+    assert [session.first_step for session in run.sessions] == [0, 2, 4]
+    assert list(run.steps["warmup"]) == [True, True, False, False, True, True, False]
+    assert found_in(Path("checkpoints"))[0].name == "step-00000007"
+
+
+def test_the_log_is_found_by_itself_and_a_finished_run_is_done(train):
+    assert train("log=auto", "steps=2")[0] == 0
+    code, told = train("log=auto", "resume=auto", "steps=4")
+    assert code == 0
+    (log,) = Path("runs").glob("*.h5")
+    assert list(read_run(log).steps["step"]) == list(range(4))
+    code, told = train("log=auto", "resume=auto", "steps=4")
+    assert code == 0 and told == "checkpoints/step-00000004 has all 4 steps: raise steps= to go on\n"
+    code, told = train("log=auto", "resume=auto", "steps=3")
+    assert code == 2 and "has 4 steps, more than steps=3: set steps=4 or more" in told
+
+
+def test_resuming_before_the_first_checkpoint_begins_anew_in_the_same_log(train):
+    assert train("checkpoint_every=none", "steps=2")[0] == 0
+    shorten(Path("checkpoints"), 0)
+    code, told = train("resume=auto", "steps=2")
+    assert code == 0 and "resumed" not in told
+    run = read_run("run.h5")
+    assert list(run.steps["step"]) == [0, 1] and len(run.sessions) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((), "step-00000006 is there already, and this run does not go on from it: set resume=auto"),
+        (("resume=auto", "steps=8", "seed=1"), "step-00000006 is of a run with seed=0, not 1"),
+        (("resume=auto", "steps=8", "hidden=32"), "step-00000006 is of a run with hidden=16, not 32"),
+        (("resume=auto", "steps=8", "data=other.h5"), "is of a run with train_sha256="),
+        (("resume=checkpoints/step-9", "steps=8"), "there is no checkpoint checkpoints/step-9; the last whole one is"),
+        (("resume=auto", "steps=8", "log=other.h5"), "other.h5 is an HDF5 file but not a run log"),
+        (("checkpoint=none",), "checkpoint_every=2 needs a folder: give checkpoint=FOLDER"),
+        (("checkpoint=none", "checkpoint_every=none", "resume=auto"), "resume=auto looks in the folder"),
+        (("checkpoint=corpus.h5/x",), "corpus.h5/x cannot be written"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_and_nothing_touched(train, finished, overrides, message):
+    before = snapshot(Path())
+    code, told = train("log=fresh.h5", *overrides)
+    assert code == 2 and message in told and told.startswith("chimera-mpi: ") and told.count("\n") == 1
+    assert snapshot(Path()) == before
+
+
+@pytest.fixture
+def finished(train):
+    (Path() / "text.txt").write_text("other words " * 2000)
+    prepare(Path("other.h5"), [Path("text.txt")])
+    assert train()[0] == 0
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(train):
+    assert train()[0] == 0
+    last = Path("checkpoints/step-00000006")
+    (last / "layer-00001.safetensors").write_bytes(b"")
+    code, told = train(f"resume={last}", "log=none")
+    assert code == 2 and "layer-00001.safetensors is damaged" in told and "try resume=checkpoints/step-00000004" in told
+    code, told = train("resume=auto")
+    assert (
+        code == 0 and "layer-00001.safetensors is damaged" in told and "resumed from checkpoints/step-00000004" in told
+    )
+    assert (Path("checkpoints") / "step-00000006.superseded").is_dir()
+    assert found_in(Path("checkpoints"))[0] == last
+    assert list(read_run("run.h5").steps["step"]) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("module", "write", "message"),
+    [
+        (runlog, "_put", "run.h5 cannot be written (No space left on device); its steps up to 1 are safe"),
+        (checkpoint, "_write", "step-00000004 cannot be written by rank 0 (No space left on device)"),
+    ],
+    ids=["log", "checkpoint"],
+)
+def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(train, monkeypatch, module, write, message):
+    """With exit code 1 and one line."""
+    assert train("steps=2")[0] == 0
+    folder = Path.cwd()
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def run(self):
+        monkeypatch.setattr(module, write, full)
+        run_whole(self)
+
+    run_whole = Run.run
+    monkeypatch.setattr(Run, "run", run)
+    code, told = train("resume=auto")
+    (line,) = (line for line in told.splitlines() if line.startswith("chimera-mpi: "))
+    assert code == 1 and message in line
+    monkeypatch.undo()
+    os.chdir(folder)
+    assert [path.name for path in Path("checkpoints").iterdir()] == ["step-00000002"]
+    assert train("resume=auto")[0] == 0
+    assert list(read_run("run.h5").steps["step"]) == list(range(6))
+
+
+def test_the_weights_of_a_checkpoint_are_a_models(train):
+    assert train("steps=2", "log=none")[0] == 0
+    last = open_checkpoint(Path("checkpoints/step-00000002"))
+    model = task_of(Config(**last.facts["config"])).model
+    for index in range(len(model.layers)):
+        make_layer(model, index, seed=9, dtype=torch.float64).load_state_dict(last.weights(index))
+
+
+@pytest.mark.timeout(300)
+def test_a_kill_during_a_save_costs_nothing_but_time(train, tmp_path):
+    """Two ranks; one dies with half a layer on disk. The same command with resume=auto ends as if nothing had been."""
+    options = ("train", "small.toml", "scheme=chimera", "depth=2", "resume=auto")
+    script = str(ROOT / "tests" / "die_while_saving.py")
+    done = launch.run(2, [sys.executable, script, "4", "1", *options], 120, tmp_path)
+    assert done.returncode not in (0, 124), done.stderr
+    assert [path.name for path in found_in(Path("checkpoints"))] == ["step-00000002"]
+    assert Path("checkpoints/step-00000004.part").is_dir()
+    done = launch.chimera(2, *options, cwd=tmp_path, timeout_s=120)
+    assert done.returncode == 0 and "resumed from checkpoints/step-00000002" in done.stdout, done.stderr
+    assert train("log=alone.h5", "checkpoint=alone")[0] == 0
+    alone, run = read_run("alone.h5"), read_run("run.h5")
+    assert list(run.steps["step"]) == list(range(6)) and len(run.sessions) == 2
+    np.testing.assert_allclose(run.steps["loss"], alone.steps["loss"], rtol=1e-9)
+    assert sorted(path.name for path in Path("checkpoints").iterdir()) == [f"step-0000000{n}" for n in (2, 4, 6)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "eval_every", "done", "stream"),
+    [(35, 6, 5, 5), (20, 10, 0, 10), (20, 10, 5, 5), (20, 10, 19, 1), (7, 3, 0, 1)],
+)
+def test_a_stream_keeps_its_flushes_where_it_can(steps, eval_every, done, stream):
+    assert steps_of_stream(Config(steps=steps, eval_every=eval_every), done) == stream

@@ -322,7 +322,8 @@ def test_a_study_is_an_array_of_points_and_resubmits_what_failed(fake):
     assert len(points) == 6
     for number, point in enumerate(points, 1):
         folder = fake.folder / "study" / "2-nodes" / str(number)
-        assert len(starts(folder)) == 2 and all(f" {point}" in line for line in starts(folder))
+        fewest = 1 if "gpipe" in point else 2  # the rank that fails first may end the other before it has begun
+        assert fewest <= len(starts(folder)) <= 2 and all(f" {point}" in line for line in starts(folder))
         assert "start 1, on" in (folder / "output").read_text()
         assert (folder / "status").read_text() == ("1\n" if "gpipe" in point else "0\n")
 

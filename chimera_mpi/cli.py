@@ -7,7 +7,9 @@ Exit codes: 0 done; 1 failed while running; 2 bad input or usage; 75 stopped ear
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -27,6 +29,8 @@ COMMANDS = {
     "train": "train a model on all ranks of an MPI job",
     "plan": "choose how to train a model on a machine, and predict the step",
     "bench": "measure schedules on this machine and network, without a GPU",
+    "calibrate": "measure this machine, for what plans on it and checks a run against its plan",
+    "slurm": "write the Slurm job of a training",
     "report": "sum up a run and draw its planned and its measured step",
     "doctor": "look at this machine, try its MPI, compare training with one process",
 }
@@ -36,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `chimera-mpi` with these arguments (those of the process by default) and return its exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows another
+    # Once a rank has left with another code than 0, srun --kill-on-bad-exit ends those that are leaving, and their code
+    # would be that of the signal.
+    atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(words)

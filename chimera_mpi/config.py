@@ -125,6 +125,9 @@ class Config(BaseModel):
     )
 
     # the machine
+    machine: str | None = Field(
+        None, description="what steps are predicted by: a file of calibrate, or the name of a machine that comes along"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where torch sees one")
     device_aware_mpi: Literal["auto"] | Switch = Field(
         "auto", description="whether MPI takes memory of GPUs; otherwise messages go through pinned host memory"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,13 +32,37 @@ def keep_freed_memory() -> bool:
     return bool(keeps and mallopt(trim_threshold, (1 << 31) - 1) and mallopt(top_pad, 64 << 20))
 
 
+def resident_bytes() -> int:
+    """What this process has in memory; where a system tells the most only, that. Pages it shares count in full."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return peak_resident_bytes()
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_bytes() -> int:
+    """The most that it has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def free_memory() -> float:
-    """The fraction of this machine's memory, or of what this process's control groups may have, that is left; 0 where
+    """The fraction that is left of this machine's memory, or of what a control group of this process may have; 0 where
     nobody tells. What only caches files counts as free."""
-    found = []
+    return min((left / whole for left, whole in _memories()), default=0.0)
+
+
+def available_memory_bytes() -> float:
+    """What is left of it in bytes; all there is where nobody tells."""
+    everything = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min((left for left, _ in _memories()), default=everything)
+
+
+def _memories() -> Iterator[tuple[float, float]]:
+    """Of the machine and of each limited control group around this process: bytes left, and in all."""
     with suppress(OSError, KeyError, ValueError):
         kilobytes = _figures(Path("/proc/meminfo"))
-        found.append(kilobytes["MemAvailable:"] / kilobytes["MemTotal:"])
+        yield 1024.0 * kilobytes["MemAvailable:"], 1024.0 * kilobytes["MemTotal:"]
     with suppress(OSError, StopIteration):
         groups = (line.partition("::") for line in Path("/proc/self/cgroup").read_text().splitlines())
         own = Path("/sys/fs/cgroup") / next(path.strip("/") for number, _, path in groups if number == "0")
@@ -43,8 +70,7 @@ def free_memory() -> float:
             with suppress(OSError, KeyError, ValueError):  # a group without a limit, or not a group
                 limit = int((group / "memory.max").read_text())
                 used = int((group / "memory.current").read_text()) - _figures(group / "memory.stat")["inactive_file"]
-                found.append(1 - used / limit)
-    return min(found, default=0.0)
+                yield float(limit - used), float(limit)
 
 
 def _figures(path: Path) -> dict[str, int]:

@@ -7,6 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import config
 from .draw.look import duration, percent
@@ -78,8 +79,9 @@ def summary(run: Run) -> list[str]:
         f"loss        {steps['loss'][-1]:.4f}",
         *_validation(run),
         *_throughput(run),
+        *_predicted_step(run),
     ]
-    return [*lines, *_bubbles(run)] if run.sampled_steps else lines
+    return [*lines, *(_bubbles(run) if run.sampled_steps else []), *_memory(run)]
 
 
 def _validation(run: Run) -> list[str]:
@@ -92,17 +94,51 @@ def _validation(run: Run) -> list[str]:
     return [f"validation  {losses[-1]:.4f} (unigram entropy of the corpus: {entropy:.4f}), nats per token"]
 
 
-def _throughput(run: Run) -> list[str]:
+def _median(run: Run, name: str) -> float:
+    """Of the steps without warm-up, if there are any."""
     counted = ~run.steps["warmup"]
-    if not counted.any():
-        counted[:] = True
-    median_of = {
-        name: float(np.median(run.steps[name][counted])) for name in ("samples_per_s", "tokens_per_s", "seconds")
-    }
+    return float(np.median(run.steps[name][counted if counted.any() else slice(None)]))
+
+
+def _throughput(run: Run) -> list[str]:
+    median_of = {name: _median(run, name) for name in ("samples_per_s", "tokens_per_s", "seconds")}
     return [
         f"throughput  {median_of['samples_per_s']:.1f} samples/s, {median_of['tokens_per_s']:,.0f} tokens/s, "
         f"{duration(median_of['seconds'])} a step (medians without warm-up)"
     ]
+
+
+def _predicted_step(run: Run) -> list[str]:
+    """Beside what was measured, if the run had a machine to predict by."""
+    if "predicted_step_s" not in run.attributes:
+        return []
+    predicted_s, measured_s = float(run.attributes["predicted_step_s"]), _median(run, "seconds")
+    return [
+        f"predicted   {duration(float(f'{predicted_s:.3g}'))} a step on {run.attributes['machine']}; "
+        f"measured {100 * (measured_s / predicted_s - 1):+.1f} %"
+    ]
+
+
+def _memory(run: Run) -> list[str]:
+    """What each worker's tensors were predicted to take, beside what was measured of its process or its GPU."""
+    if "predicted_memory" not in run.attributes:
+        return []
+    predicted = np.array([worker["total_bytes"] for worker in json.loads(run.attributes["predicted_memory"])])
+    rows = [["memory, MB", "most", *(f"P{w}" for w in range(len(predicted)))], ["predicted", *_megabytes(predicted)]]
+    on_device = run.attributes["memory_measured"] == "device"
+    rows.append(["allocated" if on_device else "grew by", *_megabytes(_held(run).max(0))])
+    what = "allocated on the GPU" if on_device else "by which the process grew, with what torch and MPI keep"
+    return ["", *_table(rows), f"predicted: tensors of a rank; {rows[-1][0]}: {what}"]
+
+
+def _held(run: Run) -> NDArray[np.float64]:
+    """[replicas, workers]: the most bytes that each rank had more than before its part of the model was built."""
+    before = np.array(json.loads(run.attributes["held_before_bytes"]))
+    return (run.workers["peak_bytes"][-1, : len(before)] - before).reshape(int(run.attributes["width"]), -1)
+
+
+def _megabytes(sizes: NDArray[np.float64]) -> list[str]:
+    return [f"{size / 1e6:.1f}" for size in (sizes.max(), *sizes)]
 
 
 def _bubbles(run: Run) -> list[str]:
@@ -116,7 +152,11 @@ def _bubbles(run: Run) -> list[str]:
         ["measured", *map(percent, [sum(of_workers) / len(of_workers), *of_workers])],
         ["1f1b planned", *map(percent, [steps.planned_1f1b.bubble_ratio, *steps.planned_1f1b.idle_ratios])],
     ]
-    return ["", *(f"{row[0]:12}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in rows)]
+    return ["", *_table(rows)]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    return [f"{row[0]:12}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in rows]
 
 
 def _clock(seconds: float) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .config import Config
 from .data import Batches, Corpus, MaskedBatches
@@ -45,6 +48,13 @@ def task_of(config: Config) -> Task:
     if config.model == "gpt":
         return Task(gpt(GPT(**shape)), vocabulary=config.vocabulary)
     return Task(bert(BERT(**shape)), MaskedBatches, inputs=2, special_tokens=4, vocabulary=config.vocabulary)
+
+
+def random_corpus(config: Config, task: Task) -> Corpus:
+    """Tokens by chance, for what needs samples but learns nothing from them."""
+    vocabulary = max(config.vocabulary - task.special_tokens, 2)
+    tokens = np.random.default_rng(config.seed).integers(vocabulary, size=1000 * config.sequence_length)
+    return Corpus(Path("random"), "train", config.sequence_length, vocabulary, tokens, 0.0, "")
 
 
 def check_vocabulary(task: Task, corpus: Corpus) -> None:

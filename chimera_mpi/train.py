@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +24,7 @@ from .predict.partition import Cuts, Recompute, by_thirds, cut_at, cut_by, cut_u
 from .runlog import RunLog, StepRow
 from .runtime.agreement import Herald, agree
 from .runtime.clock import aligned_clock
+from .runtime.device import peak_held_bytes
 from .runtime.examine import first_broken
 from .runtime.gradients import SHARED_FROM_BYTES
 from .runtime.grid import Comm, Grid, width_of
@@ -35,6 +34,7 @@ from .runtime.pipeline import Pipeline, Settings, check_job
 from .runtime.profile import layer_seconds
 from .runtime.stage import trace
 from .runtime.staging import Direct, Staging
+from .runtime.tensors import PRECISIONS, token_specs
 from .runtime.waiting import Patience
 from .runtime.watchdog import Watchdog, awaited
 from .runtime.worker import Feed, MicroBatch, Sums, Targets
@@ -44,7 +44,6 @@ from .stopping import AGAIN, DONE, End, Stops
 from .tasks import Task, task_of
 from .timeline import Span, breakdown
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 Read = Callable[[int, int], tuple[Tensors, Targets]]  # (step, number of the micro-batch) -> inputs, targets
 GO_ON, STOP, FAIL, BROKE = range(4)  # what rank 0 has all ranks do after a step; the last they all know by themselves
 WARMUP_STEPS = 2  # in which torch and MPI set themselves up: not counted in means of time
@@ -85,7 +84,7 @@ def plan_job(config: Config, ranks: int, done: int = 0) -> Job:
     width = width_of(ranks, config.depth)
     task = task_of(config)
     sizes = _sizes(config, width, plan.micro_batches)
-    entering = (Spec((max(sizes), config.sequence_length), torch.int64),) * task.inputs
+    entering = token_specs(max(sizes), config.sequence_length, task.inputs)
     return job_of(config, width, plan, task, sizes, entering)
 
 
@@ -224,13 +223,8 @@ class Part:
             sharded=config.optimizer_sharding == "replicas",
             cuts=tuple(self.job.cuts),
             staging=self.staging,
-            progress_thread=self._wants_thread(),
+            progress_thread=wants_thread(self.grid, config),
         )
-
-    def _wants_thread(self) -> bool:
-        """Between ranks that share memory whoever waits for a message moves it; over a network both ends must."""
-        asked = self.job.config.progress
-        return asked == "thread" or (asked == "auto" and self.grid.node.ranks < self.grid.world.size)
 
     def _loss_scale(self) -> float:
         """Large for the mean over the tokens [samples, tokens, ...] of a micro-batch, of which the loss is the sum."""
@@ -304,7 +298,7 @@ class Run:
         self._broken = self._skipped = 0
 
     def _entering(self, size: int) -> Sequence[Spec]:
-        return [Spec((size, self.job.config.sequence_length), torch.int64)] * self.job.task.inputs
+        return token_specs(size, self.job.config.sequence_length, self.job.task.inputs)
 
     def run(self) -> End:
         """The steps that are left, or as many as there is time for. Rank 0 has the reason. Raises OpFailed where an op
@@ -384,7 +378,7 @@ class Run:
             return False
         if self.watchdog:
             self.watchdog.measured(seconds * len(steps))
-        rows = _step_reports(spans, sums, started)
+        rows = _step_reports(spans, sums, started, peak_held_bytes(self.part.staging.device))
         table = self._gather([number for row in rows for number in row])
         if _is_due(steps, config.spans_every, config.steps):
             self._log_spans(steps[-1], spans)
@@ -635,6 +629,11 @@ def patience_of(grid: Grid, config: Config) -> Patience:
     return grid.node.patience if config.spin_s is None else Patience(config.spin_s)
 
 
+def wants_thread(grid: Grid, config: Config) -> bool:
+    """Between ranks that share memory whoever waits for a message moves it; over a network both ends must."""
+    return config.progress == "thread" or (config.progress == "auto" and grid.node.ranks < grid.world.size)
+
+
 def learning_rate_of(config: Config) -> LearningRate:
     return LearningRate(config.learning_rate, config.minimum_learning_rate, config.warmup_steps, config.steps)
 
@@ -644,8 +643,7 @@ def _is_due(steps: range, every: int, of: int) -> bool:
     return steps[-1] + 1 == of or any((step + 1) % every == 0 for step in steps)
 
 
-def _step_reports(spans: list[Span], sums: list[Sums], started_s: float) -> list[StepReport]:
+def _step_reports(spans: list[Span], sums: list[Sums], started_s: float, peak_bytes: int) -> list[StepReport]:
     """Of a stream's steps, which overlap, each has an equal share of the times."""
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     compute_s, wait_s, allreduce_wait_s, update_s = (t / len(sums) for t in breakdown(spans, started_s))
     return [StepReport(*s[:3], compute_s, wait_s, allreduce_wait_s, update_s, peak_bytes, s.skipped) for s in sums]

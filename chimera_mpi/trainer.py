@@ -19,12 +19,12 @@ from .errors import InputError, refusing
 from .models import Model, as_model, make_layer, named_layers
 from .runtime.agreement import agree, meet, take_values_of_root
 from .runtime.device import awareness_of, staging_on, use_device
-from .runtime.grid import Comm, Grid, width_of
+from .runtime.grid import Comm, Grid
 from .runtime.mailbox import Spec, Tensors
 from .runtime.optimizer import LearningRate
 from .runtime.stage import trace
 from .runtime.worker import Targets
-from .schedule import STREAMS
+from .schedule import STREAMS, width_of
 from .tasks import Task
 from .train import PRECISIONS, Part, check_loss, job_of, learning_rate_of, measured, patience_of
 
@@ -35,7 +35,7 @@ OF_COMMANDS = (
     {"model", "layers", "hidden", "heads", "vocabulary", "positions", "sequence_length", "tied", "dropout"}
     | {"micro_batch_size", "mini_batch_size", "data"}
     | {"checkpoint", "checkpoint_every", "checkpoint_keep", "resume"}
-    | {"log", "eval_every", "eval_mini_batches", "check_replicas", "spans_every", "keep_freed_memory"}
+    | {"log", "eval_every", "eval_mini_batches", "check_replicas", "spans_every", "keep_freed_memory", "machine"}
     | {"on_nan", "time_limit", "watchdog_s"}
 )
 

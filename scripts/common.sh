@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the scripts beside it: a virtual environment with everything pinned, and a way to start MPI jobs.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -26,7 +27,7 @@ set_up() {
         python=$(find_python) || return 1
         echo "setting up $venv with $("$python" --version)"
         "$python" -m venv "$venv"
-        "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" --editable "$root[$extras]"
+        "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" --editable "${root}[$extras]"
         echo "$wanted" >"$venv/.set-up"
     fi
     PATH=$venv/bin:$PATH

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a trained model: prepare a corpus, train gpt-tiny with Chimera on 4 ranks, draw a step.
 set -euo pipefail
+# shellcheck source=scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 set_up
 cd "$root"

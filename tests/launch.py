@@ -34,11 +34,17 @@ def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
 
 
 def run(
-    ranks: int, command: Sequence[str], timeout_s: float, cwd: Path | None = None, **extra: str
+    ranks: int,
+    command: Sequence[str],
+    timeout_s: float,
+    cwd: Path | None = None,
+    options: Sequence[str] = (),
+    **extra: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command on `ranks` ranks, its output captured; kill the whole job at the time limit."""
+    """Run a command on `ranks` ranks, its output captured; kill the whole job at the time limit. `options` are the
+    launcher's."""
     job = subprocess.Popen(
-        [*mpiexec(), "-n", str(ranks), *command],
+        [*mpiexec(), *options, "-n", str(ranks), *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,8 @@ def test_python_runs(block):
 @pytest.mark.parametrize(("ranks", "words"), jobs())
 def test_jobs_can_be_had(ranks, words, tmp_path, monkeypatch):
     (tmp_path / "my_models.py").write_text(BLOCK.findall((ROOT / "docs/your_model.md").read_text())[0][1])
+    shutil.copy(ROOT / "chimera_mpi/presets/gpt-tiny.toml", tmp_path / "my.toml")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     source, *overrides = shlex.split(words)
     plan_job(load(source, [word for word in overrides if "=" in word]), ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -115,7 +116,22 @@ def test_the_end_of_a_run_is_its_report(folder, capsys):
     out = capsys.readouterr().out
     for words in ("validation", "unigram entropy", "samples/s", "planned", "measured", "1f1b planned", "F0"):
         assert words in out
+    for words in ("memory, MB", "predicted  ", "grew by  "):
+        assert words in out
     assert (folder / "step.svg").read_text().startswith("<svg")
+
+
+def test_the_log_has_the_memory_that_was_predicted(folder, serial):
+    """Of each worker, by parts; the process grew by it and by what torch and MPI keep."""
+    run = read_run(folder / "chimera-4-4.h5")
+    predicted = json.loads(run.attributes["predicted_memory"])
+    assert len(predicted) == 4 and run.attributes["machine"] == "none"
+    numbers = sum(worker["weights_bytes"] for worker in predicted) / 8
+    assert numbers == 2 * run.attributes["parameters"] + 257 * 16 * 2  # two copies, of the tied matrix two in each
+    assert all(worker["state_bytes"] == 2 * worker["weights_bytes"] for worker in predicted)
+    before = json.loads(run.attributes["held_before_bytes"])
+    grew = run.workers["peak_bytes"][-1] - before
+    assert all(more > worker["total_bytes"] for more, worker in zip(grew, predicted, strict=True))
 
 
 def test_an_existing_log_is_not_touched(folder):

@@ -23,15 +23,28 @@ LAUNCHERS = {  # the nearest first: an mpiexec inside of a job script counts its
 
 
 def refuse_singletons(size: int, environment: Mapping[str, str]) -> None:
-    """Raise InputError if a launcher started several processes of which each believes to be alone."""
+    """Raise InputError if MPI has not brought together all the processes that a launcher started.
+
+    Then each believes to be alone, or to belong to a smaller job than it does.
+    """
     for name, remedy in LAUNCHERS.items():
         tasks = environment.get(name, "")
         if tasks.isdigit():
-            if size == 1 and int(tasks) > 1:
+            # A job may start fewer ranks than it has tasks; a launcher's own number is that of its ranks.
+            few = size == 1 if name == "SLURM_NTASKS" else size < int(tasks)
+            if few and int(tasks) > 1:
                 raise InputError(
-                    f"{name}={tasks}, but MPI sees 1 rank: launcher and MPI library do not match; try {remedy}"
+                    f"{name}={tasks}, but MPI sees {size} rank{'s' * (size > 1)}: "
+                    f"launcher and MPI library do not match; try {remedy}"
                 )
             return
+
+
+def library_name() -> str:
+    """The MPI library in a line; Open MPI's own has a NUL at its end, which HDF5 takes in no text."""
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().splitlines()[0].strip(" \t\0")
 
 
 @contextmanager

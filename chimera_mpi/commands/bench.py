@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..draw.look import duration
 from ..errors import InputError
-from ..host import keep_freed_memory
+from ..host import keep_freed_memory, peak_resident_bytes
 from ..predict import Costs
-from ..schedule import SCHEMES
+from ..schedule import SCHEMES, width_of
 from ._plan import Plan, add_order, count, parse_scheme, plan, seconds, write
-from ._ranks import ending_together, refuse_singletons, set_threads
+from ._ranks import ending_together, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
     from ..runtime.rehearsal import Emulation, Measured
@@ -105,7 +104,6 @@ class Row:
 
 def _emulate(world: Any, args: argparse.Namespace) -> int:
     from ..runtime.agreement import agree
-    from ..runtime.grid import width_of
 
     depth = args.depth or world.size
     agree(world, lambda: width_of(world.size, depth))
@@ -230,11 +228,10 @@ def _facts(world: Any) -> dict[str, Any]:
     """Where this was measured, and the most memory that a rank had. Collective."""
     from mpi4py import MPI
 
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "hosts": world.allgather(MPI.Get_processor_name()),
-        "mpi_library": MPI.Get_library_version().splitlines()[0].strip(),
-        "peak_bytes": max(world.allgather(peak_bytes)),
+        "mpi_library": library_name(),
+        "peak_bytes": max(world.allgather(peak_resident_bytes())),
     }
 
 

@@ -7,17 +7,11 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import InputError
 from ._devices import find_staging
-from ._ranks import ending_together, refuse_singletons
-
-if TYPE_CHECKING:
-    from ..config import Config
-    from ..data import Corpus
-    from ..tasks import Task
+from ._ranks import ending_together, library_name, refuse_singletons
 
 EXAMPLE = """\
   mpirun -n 4 chimera-mpi doctor
@@ -67,7 +61,7 @@ def _findings(world: Any) -> Iterator[Finding]:
     from ..runtime.grid import find_node
     from ..runtime.mailbox import tag_bound
 
-    yield Finding("ok", "MPI", MPI.Get_library_version().splitlines()[0].strip())
+    yield Finding("ok", "MPI", library_name())
     levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
     yield Finding("ok", "thread level", levels.get(MPI.Query_thread(), "multiple"))
     yield Finding("ok", "largest tag", str(tag_bound(world)))
@@ -133,16 +127,6 @@ def _allreduce(world: Any, patience: Any) -> Finding:
     return Finding("ok" if whole else "error", "all-reduce", f"{seconds * 1e3:.2f} ms" if whole else "wrong values")
 
 
-def _random_corpus(config: Config, task: Task) -> Corpus:
-    import numpy as np
-
-    from ..data import Corpus
-
-    vocabulary = max(config.vocabulary - task.special_tokens, 2)
-    tokens = np.random.default_rng(config.seed).integers(vocabulary, size=1000 * config.sequence_length)
-    return Corpus(Path("random"), "train", config.sequence_length, vocabulary, tokens, 0.0, "")
-
-
 def _parity(world: Any, overrides: list[str]) -> int:
     from ..config import load
     from ..predict.partition import Recompute
@@ -150,6 +134,7 @@ def _parity(world: Any, overrides: list[str]) -> int:
     from ..runtime.grid import find_node
     from ..runtime.parity import parity
     from ..runtime.pipeline import Settings
+    from ..tasks import random_corpus
     from ..train import plan_job, read_micro_batch
 
     small = ["layers=12", "hidden=32", "heads=4", "positions=16", "sequence_length=16", "micro_batch_size=2"]
@@ -157,7 +142,7 @@ def _parity(world: Any, overrides: list[str]) -> int:
     job = agree(world, lambda: plan_job(config, world.size))
     if job.plan.schedule.updates > 1:
         raise InputError(f"{config.scheme} is asynchronous and does not equal one process: try scheme=chimera")
-    batches = job.task.batches(_random_corpus(config, job.task), job.sizes, config.seed)
+    batches = job.task.batches(random_corpus(config, job.task), job.sizes, config.seed)
     micro_batches = [read_micro_batch(batches, 0, number) for number in range(len(job.sizes))]
     staging, devices = find_staging(world, find_node(world).rank, config)
     recompute = Recompute.of(config.recompute)

@@ -19,11 +19,12 @@ from ..host import keep_freed_memory
 from ..predict import weight_versions
 from ..stopping import AGAIN, Signals, Stops, find_limit, save_seconds
 from ._devices import find_staging
-from ._ranks import ending_together, refuse_singletons, set_threads
+from ._ranks import ending_together, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
     from ..checkpoint import Choice
     from ..config import Config
+    from ..prediction import Prediction
     from ..runlog import RunLog
     from ..stopping import End
     from ..train import Job, Progress, Run
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: float) -> int:
     from ..config import DEFAULT_DATA, check_together, load
     from ..data import open_corpus
+    from ..prediction import predict
     from ..runtime.agreement import agree
     from ..runtime.grid import find_node
     from ..saving import find
@@ -100,23 +102,26 @@ def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: floa
     threads = set_threads(config.threads, node.threads)
     if config.keep_freed_memory:
         keep_freed_memory()
+    held = _held(world, staging.device)
     agree(world, on_rank_0(lambda: try_loss(job, reader(job, corpus))))
     job = measured(world, node.patience, job, reader(job, corpus), staging, resumed)
     limit = agree(world, on_rank_0(lambda: find_limit(config.time_limit, began_s, os.environ, _save_s(job))))
-    facts = {**_facts(world, threads), "devices": devices}
+    prediction = agree(world, on_rank_0(lambda: predict(job, staging.device.type)))
+    facts = {**_facts(world, threads), **held, "devices": devices}
     with ExitStack() as stack:
         if config.checkpoint:
             agree(world, on_rank_0(lambda: stack.enter_context(_own_folder(config, choice))))
-        log = agree(world, on_rank_0(lambda: _open_log(job, validation, world.size, facts, choice)))
+        log = agree(world, on_rank_0(lambda: _open_log(job, validation, world.size, facts, prediction, choice)))
         tell = _Teller() if world.rank == 0 else _tell_nobody
         run = Run(world, job, corpus, validation, log, tell, staging, resumed, Stops(signals, limit))
         if world.rank == 0:
             told = f"{run.part.patience}, {run.pipeline.worker.gradients.where}"
             told += ", a thread moves messages" if run.pipeline.progress else ""
-            print(
-                "\n".join([*_resuming(choice, config), _opening(job, world.size, threads, devices, told)]), flush=True
-            )
+            opening = _opening(job, world.size, threads, devices, told)
+            print(*_resuming(choice, config), opening, *filter(None, [prediction]), sep="\n", flush=True)
         with log or nullcontext():
+            if log and prediction and prediction.spans:
+                log.plan(prediction.spans)
             end = run.run()
             if log is not None:
                 log.close(end.reason)
@@ -180,7 +185,9 @@ def _own_folder(config: Config, choice: Choice) -> AbstractContextManager[None]:
     return taken(config.checkpoint, locks_wanted(os.environ))
 
 
-def _open_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any], choice: Choice) -> RunLog | None:
+def _open_log(
+    job: Job, corpus: Any, ranks: int, facts: dict[str, Any], prediction: Prediction | None, choice: Choice
+) -> RunLog | None:
     """A new one; or that of the run that is resumed. Raises InputError."""
     from ..models import parameter_count
     from ..runlog import RunLog, locks_wanted
@@ -199,6 +206,7 @@ def _open_log(job: Job, corpus: Any, ranks: int, facts: dict[str, Any], choice: 
         "unigram_entropy_nats": corpus.unigram_entropy_nats,
         "validation_sha256": corpus.sha256,
         **facts,
+        **(prediction.attributes if prediction else {}),
     }
     locking = locks_wanted(os.environ)
     path = None if config.log == "auto" else Path(config.log)
@@ -254,6 +262,16 @@ def _created_anywhere(create: Callable[[Path], RunLog], scheme: str) -> RunLog:
     raise InputError(f"{folder} has 99 logs of {name}: name one by log=")
 
 
+def _held(world: Any, device: Any) -> dict[str, Any]:
+    """What each rank has in memory before its part of the model is built, and of what. Collective."""
+    from ..runtime.device import held_bytes
+
+    return {
+        "held_before_bytes": json.dumps(world.allgather(held_bytes(device))),
+        "memory_measured": "process" if device.type == "cpu" else "device",
+    }
+
+
 def _facts(world: Any, threads: int) -> dict[str, Any]:
     """Where and with what this run runs. Collective."""
     from importlib.metadata import version
@@ -264,7 +282,7 @@ def _facts(world: Any, threads: int) -> dict[str, Any]:
     slurm = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID") if name in os.environ}
     return {
         "hosts": json.dumps(world.allgather(MPI.Get_processor_name())),
-        "mpi_library": MPI.Get_library_version().splitlines()[0].strip(),
+        "mpi_library": library_name(),
         "versions": json.dumps({package: version(package) for package in packages}),
         "slurm": json.dumps(slurm),
         "threads": threads,

@@ -213,7 +213,8 @@ class Segment:
             return samples * self.layers[-1].output_bytes
         most = more = 0.0
         for layer in reversed(self.layers):
-            most = max(most, more + layer.working_bytes)
+            own = layer.working_bytes if layer.input_working_bytes is None else layer.input_working_bytes
+            most = max(most, more + own)
             more += layer.deferred_bytes - layer.activation_bytes
         return samples * max(most, more + self.input_bytes)
 
@@ -231,7 +232,10 @@ def stage_sizes(segments: Sequence[Segment], samples: int, recomputed: bool, spl
     most, deferred = 0.0, 0.0
     for segment, own in zip(reversed(segments), reversed(kept), strict=True):
         held += samples * segment.graph_bytes - own
-        most = max(most, held + (segment.input_working_bytes if split else segment.working_bytes)(samples))
+        at_work = (segment.input_working_bytes if split else segment.working_bytes)(samples)
+        if recomputed and split and segment.first:  # nothing else than its forward is done in this half
+            at_work += 2 * samples * segment.layers[-1].output_bytes
+        most = max(most, held + at_work)
         left = samples * segment.deferred_bytes if split else 0
         deferred += left
         held += left - samples * segment.graph_bytes

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ..errors import InputError
 from ..schedule import nearest
@@ -42,6 +43,7 @@ class LayerWork:
     working_bytes: float  # per sample: the most that its backward has in addition, the output's gradient included
     matrix_bytes: float = 0
     beside_matrix_bytes: float = 0  # per sample: what the backward has in addition while it has `matrix_bytes`
+    input_working_bytes: float | None = None  # as `working_bytes`, of the first half of a split backward; or the same
 
     def backward_peak_bytes(self, samples: float) -> float:
         """The most that its backward has in addition to what is kept."""
@@ -143,8 +145,8 @@ def gpt_work(
         activation_bytes=INDEX_BYTES * sequence_length + sequence_length * hidden * of.mark,
         deferred_bytes=INDEX_BYTES * sequence_length + sequence_length * hidden * of.mark,
         working_bytes=2 * width if dropout else width,
-        matrix_bytes=max(vocabulary, positions) * hidden * of.number,
-        beside_matrix_bytes=2 * width if dropout else width,
+        matrix_bytes=max(vocabulary, positions + sequence_length) * hidden * of.number,
+        beside_matrix_bytes=2 * width - sequence_length * hidden * of.mark if dropout else width,
     )
     logits = sequence_length * vocabulary
     flops = 2 * logits * hidden
@@ -163,7 +165,7 @@ def gpt_work(
         matrix_bytes=vocabulary * hidden * of.number,
         beside_matrix_bytes=width + logits * (of.number - of.sum),
     )
-    block = _block(sequence_length, hidden, heads, of)
+    block = _block(sequence_length, hidden, heads, of, held=9)
     tied_parameters = vocabulary * hidden if tied else 0
     return work_in((embedding, *[block] * layers, head), precision, optimizer, momentum, tied_parameters)
 
@@ -203,7 +205,7 @@ def bert_work(
         activation_bytes=embedded,
         deferred_bytes=embedded,
         working_bytes=2 * width,
-        matrix_bytes=max(vocabulary, positions) * hidden * of.number,
+        matrix_bytes=max(vocabulary, positions + sequence_length) * hidden * of.number,
         beside_matrix_bytes=width,
     )
     logits, rows = sequence_length * vocabulary, found * vocabulary
@@ -215,29 +217,39 @@ def bert_work(
         backward_flops=2 * flops,
         input_bytes=width,
         output_bytes=(logits + 2) * of.number,
-        activation_bytes=4 * width + statistics + hidden * of.number + _pretraining_bytes(found, vocabulary, of),
+        activation_bytes=4 * width
+        + statistics
+        + hidden * of.number
+        + _pretraining_bytes(sequence_length, found, vocabulary, of),
         deferred_bytes=5 * width + statistics + (2 * hidden + logits + 2) * of.number,
         working_bytes=max(2 * rows * of.sum, (logits + rows) * of.number - rows * of.sum),
         matrix_bytes=vocabulary * hidden * of.number,
         beside_matrix_bytes=width + logits * of.number - rows * of.sum,
     )
-    block = _block(sequence_length, hidden, heads, of)
+    block = _block(sequence_length, hidden, heads, of, held=10)
     tied_parameters = vocabulary * hidden if tied else 0
     return work_in((embedding, *[block] * layers, head), precision, optimizer, momentum, tied_parameters)
 
 
-def _pretraining_bytes(found: int, vocabulary: int, of: Numbers) -> float:
-    """What BERT's loss keeps: logarithms of probabilities, targets and weights of the tokens to be found; and of the
-    two answers of the next sentence."""
-    of_words = found * (vocabulary * of.sum + 2 * INDEX_BYTES + of.sum)
-    return of_words + 2 * of.sum + INDEX_BYTES
+def _pretraining_bytes(tokens: int, found: int, vocabulary: int, of: Numbers) -> float:
+    """What BERT's loss keeps: which tokens are to be found; logarithms of probabilities, targets and weights of these;
+    and the first two of the next sentence."""
+    return tokens + found * (vocabulary * of.sum + INDEX_BYTES + of.sum) + 2 * of.sum + INDEX_BYTES
 
 
-def _block(tokens: int, hidden: int, heads: int, of: Numbers) -> LayerWork:
-    """A transformer block, its LayerNorms before or behind its halves."""
+def _block(tokens: int, hidden: int, heads: int, of: Numbers, held: int) -> LayerWork:
+    """A transformer block, its LayerNorms before or behind its halves.
+
+    A backward begins with the gradients of its output and of the wide layer (1 + 4), and one of the residual stream,
+    where dropout is. In the first half of a split one nothing is let go of until the gradient of what GELU takes is
+    there too, and `held` gradients in all, in the size of the input. As many such tensors the whole backward is rid of
+    when it comes to attention, whose scores may be larger.
+    """
     width = tokens * hidden * of.number
-    statistics = 4 * tokens * of.statistic
     marks = tokens * hidden * of.mark
+    begun = width - marks if of.mark else 0
+    attention = _attention(tokens, hidden, heads, of, held)
+    statistics = 4 * tokens * of.statistic
     flops = 24 * tokens * hidden * hidden + 4 * tokens * tokens * hidden
     return LayerWork(
         kind="block",
@@ -246,25 +258,37 @@ def _block(tokens: int, hidden: int, heads: int, of: Numbers) -> LayerWork:
         backward_flops=2 * flops,
         input_bytes=width,
         output_bytes=width,
-        activation_bytes=12 * width + statistics + 2 * marks + _attention_bytes(tokens, hidden, heads, of),
+        activation_bytes=12 * width + statistics + 2 * marks + attention.kept_bytes,
         deferred_bytes=20 * width + statistics,
-        working_bytes=5 * width + (width - marks if of.mark else 0),
+        working_bytes=max(5 * width + begun, attention.working_bytes),
         matrix_bytes=4 * hidden * hidden * of.number,
-        beside_matrix_bytes=5 * width + (width - marks if of.mark else 0),
+        beside_matrix_bytes=5 * width + begun,
+        input_working_bytes=max(held * width + begun, attention.input_working_bytes),
     )
 
 
-def _attention_bytes(tokens: int, hidden: int, heads: int, of: Numbers) -> float:
-    """Queries, keys, values and what comes out; then a sum for each row of scores, or the shares that they become, and
-    with dropout those that are left and which they are."""
-    out = tokens * hidden * of.number
+class _Attention(NamedTuple):
+    """What attention keeps, beside its input and the weights of its matrices; and what a block has in addition to all
+    that it keeps when the whole backward, or its first half, is at the scores."""
+
+    kept_bytes: float
+    working_bytes: float = 0
+    input_working_bytes: float = 0
+
+
+def _attention(tokens: int, hidden: int, heads: int, of: Numbers, held: int) -> _Attention:
+    """Queries, keys, values and what comes out are kept; then a sum for each row of scores, or the shares that they
+    become, and with dropout those that are left and which they are. The gradients of both are there at once."""
+    width, own = tokens * hidden * of.number, tokens * hidden * of.sum
     if of.fused:
-        return 4 * out + tokens * heads * of.sum
-    scores = heads * tokens * tokens
-    kept = scores * of.sum
-    if of.mark:
-        kept += scores * of.sum + scores * (of.sum if of.mark > 1 else 1)
-    return out + 3 * tokens * hidden * of.sum + kept
+        return _Attention(4 * width + tokens * heads * of.sum)
+    numbers = heads * tokens * tokens
+    scores = numbers * of.sum
+    if not of.mark:
+        return _Attention(width + 3 * own + scores, 2 * scores - held * width, 2 * scores + (held - 6) * width)
+    beside = scores + 2 * own - 2 * tokens * hidden * of.mark
+    which = numbers * (of.sum if of.mark > 1 else 1)
+    return _Attention(width + 3 * own + 2 * scores + which, beside - held * width, beside + 5 * width)
 
 
 def _of(table: dict[str, int], key: str, name: str) -> int:

@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 from ..errors import InputError
+from ..host import peak_resident_bytes, resident_bytes
 from .staging import DeviceAware, Direct, Event, Staging, Streams, ThroughHost
 
 CPU = torch.device("cpu")
@@ -34,6 +35,16 @@ def use_device(asked: str, local_rank: int) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def held_bytes(device: torch.device) -> int:
+    """What this rank has in memory: the tensors on a GPU; else all of the process, since torch counts no others."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
+
+
+def peak_held_bytes(device: torch.device) -> int:
+    """The most that it has had."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 class Where(NamedTuple):

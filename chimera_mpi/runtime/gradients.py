@@ -237,13 +237,17 @@ class Gradients:
         Returns the sum of their squares, of those for which this rank answers: over all places of all
         ranks every parameter of the model is in it once.
         """
-        awaited = [bucket.sum for bucket in self._of_place[place]]
-        bells = [of.bell for of in awaited]
-        self.patience.until(partial(self._have_come, awaited, meanwhile), bells[0] if all(bells) else None)
+        self.await_sums(place, meanwhile)
         targets = self._own_buckets[place][0].sum.count.item()
         squares = [bucket.divide(max(targets, 1.0) * loss_scale) for bucket in self._of_place[place]]
         mine = [of_bucket for of_bucket in squares if of_bucket is not None]
         return math.fsum(torch.stack(mine).tolist()) if mine else 0.0  # one wait for the device
+
+    def await_sums(self, place: Place, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Wait for the sums over all replicas."""
+        awaited = [bucket.sum for bucket in self._of_place[place]]
+        bells = [of.bell for of in awaited]
+        self.patience.until(partial(self._have_come, awaited, meanwhile), bells[0] if all(bells) else None)
 
     def settled(self, place: Place) -> bool:
         """Whether `settle` has been called since the last `release`."""

@@ -8,20 +8,11 @@ from typing import NamedTuple, cast
 
 from mpi4py import MPI
 
-from ..errors import InputError
 from ..host import sharpen_timer
-from ..schedule import Schedule
+from ..schedule import Schedule, width_of
 from .waiting import Doorbell, Patience
 
 Comm = MPI.Intracomm
-
-
-def width_of(ranks: int, depth: int) -> int:
-    """How many pipeline groups of `depth` workers `ranks` ranks make. Raises InputError."""
-    if ranks % depth:
-        fitting = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
-        raise InputError(f"depth {depth} does not divide the {ranks} MPI ranks: try depth = {fitting}")
-    return ranks // depth
 
 
 class Grid:

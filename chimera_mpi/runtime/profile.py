@@ -10,9 +10,9 @@ from statistics import median
 import torch
 
 from ..models import Model, make_layer
-from .stage import handed_on
 from .staging import Direct, Staging, Tensors
 from .tape import Segment, Tape, floating, start_graph
+from .trace import segment_of
 from .worker import Targets, brought_targets, then_loss
 
 REPEATS = 3
@@ -36,7 +36,7 @@ def layer_seconds(
     clock = partial(_once_computed, staging, clock)
     for index, factory in enumerate(model.layers):
         alike = model.layers.index(factory)
-        segment = _segment(make_layer(model, index, 0, dtype, staging.device))
+        segment = segment_of(make_layer(model, index, 0, dtype, staging.device))
         if 0 < alike < index < last:
             seconds.append(seconds[alike])
         else:
@@ -51,10 +51,6 @@ def layer_seconds(
 def _once_computed(staging: Staging, clock: Callable[[], float]) -> float:
     staging.computed().synchronize()
     return clock()
-
-
-def _segment(layer: torch.nn.Module) -> Segment:
-    return lambda tensors: handed_on(layer(*tensors))
 
 
 def _time(segment: Segment, entering: Tensors, clock: Callable[[], float]) -> float:

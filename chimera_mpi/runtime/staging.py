@@ -7,7 +7,6 @@ wrote. Streams and events are as in torch's notes on CUDA semantics; `device.Cud
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,20 +15,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .clock import DeviceStopwatch, Stopwatch, Tick
+from .tensors import Spec, Tensors
 
-Tensors = tuple[torch.Tensor, ...]
 IDLE_BYTES = 1 << 30
-
-
-class Spec(NamedTuple):
-    """What a tensor of a message looks like."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Event(Protocol):

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from .mailbox import Tensors
+from .tensors import Tensors
 
 Segment = Callable[[Tensors], Tensors]
 Ends = tuple[GradientEdge | None, ...]

@@ -20,6 +20,7 @@ from .ops import (
     needs,
     repeat,
     walk,
+    width_of,
     without_updates,
 )
 from .schemes import ALIASES, SCHEMES, STREAMS, build, nearest, options_of, used_versions
@@ -68,5 +69,6 @@ __all__ = [
     "repeat",
     "used_versions",
     "walk",
+    "width_of",
     "without_updates",
 ]

@@ -1,0 +1,224 @@
+"""Prediction beside fact: calibrate this machine, predict the step of each scheme, then take steps and compare.
+
+Emulated compute: stages that sleep, so that ranks may share cores; what is predicted are messages, wake-ups and how
+they add up. Real compute: a GPT on two ranks, from its layers as calibrated. In each round a calibration comes first,
+so that a machine that gets slower meanwhile is not held against the model.
+
+  python scripts/bench/predict.py --emulated 4 8 --real 2 --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _bench import emulate, run_ours, save, show, spread
+
+from chimera_mpi.config import load
+from chimera_mpi.errors import InputError
+from chimera_mpi.predict.estimate import Choice, Estimate, estimate
+from chimera_mpi.predict.machine import Compute, Machine, Point, read_machine
+from chimera_mpi.predict.work import LayerWork, Work
+from chimera_mpi.runlog import read_run
+from chimera_mpi.schedule import SCHEMES, STREAMS, build
+from chimera_mpi.work import work_of
+
+SHARES = (1.0, 0.5, 0.25)  # of a stage's time: what schemes with smaller stages sleep
+NS = 1e9  # an emulated stage's FLOPs are its nanoseconds
+MODEL = (
+    *("model=gpt", "layers=8", "hidden=256", "heads=4", "vocabulary=2048", "positions=128", "sequence_length=128"),
+    *("tied=false", "micro_batch_size=4", "threads=1"),
+)
+WARM_UP = 2
+
+
+def main() -> None:
+    args = arguments()
+    if args.rank:
+        emulated_on_a_rank(json.loads(args.rank))
+        return
+    rows: dict[tuple[str, int, int, str], list[dict[str, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(args.rounds):
+            print(f"round {number + 1} of {args.rounds}", flush=True)
+            for depth in args.emulated:
+                for row in emulated(args, depth, Path(folder)):
+                    rows["emulated", depth, row.pop("micro_batches"), row.pop("scheme")].append(row)
+            for depth in args.real:
+                for row in real(args, depth, Path(folder)):
+                    rows["real", depth, row.pop("micro_batches"), row.pop("scheme")].append(row)
+    summary = []
+    for kind, depth, micro_batches in dict.fromkeys(key[:3] for key in rows):
+        block = {key[3]: found for key, found in rows.items() if key[:3] == (kind, depth, micro_batches)}
+        heads = ["scheme", "measured ms", "spread %", "predicted ms", "predicted / measured", "Eq. 1 / measured"]
+        show(f"{kind}, D = {depth}, N = {micro_batches}", heads, [line(name, found) for name, found in block.items()])
+        errors = [abs(ratio(found, "predicted_s") - 1) for found in block.values()]
+        print(f"off by {100 * median(errors):.1f} % typically, by {100 * max(errors):.1f} % at most\n")
+        summary += [
+            {"kind": kind, "depth": depth, "micro_batches": micro_batches, "scheme": name, "rounds": found}
+            for name, found in block.items()
+        ]
+    save(args.json, {"rows": summary})
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--emulated", type=int, nargs="*", default=[4, 8], metavar="D", help="depths that sleep")
+    parser.add_argument("--real", type=int, nargs="*", default=[2], metavar="D", help="depths that compute")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a scheme in a round")
+    parser.add_argument("--micro-batches", type=int, default=0, metavar="N", help="default: 4 of real compute, else D")
+    parser.add_argument("--schemes", nargs="+", default=[s for s in SCHEMES if s not in STREAMS])
+    parser.add_argument("--forward-ms", type=float, default=20.0, help="of an emulated stage; I and W take as long")
+    parser.add_argument("--message-kb", type=int, default=64, help="of an emulated stage, in KiB")
+    parser.add_argument("--keys", nargs="*", default=[], metavar="KEY=VALUE", help="of the real model")
+    parser.add_argument("--quick", action="store_true", help="calibrate with a few points only")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)  # what a rank that sleeps is to measure
+    return parser.parse_args()
+
+
+def line(scheme: str, found: Sequence[dict[str, float]]) -> tuple[object, ...]:
+    measured = [row["measured_s"] for row in found]
+    return (
+        scheme,
+        f"{1e3 * median(measured):.2f}",
+        f"{100 * spread(measured):.1f}",
+        f"{1e3 * median(row['predicted_s'] for row in found):.2f}",
+        ratio(found, "predicted_s"),
+        ratio(found, "formula_s"),
+    )
+
+
+def ratio(found: Sequence[dict[str, float]], what: str) -> float:
+    """To what was measured in the same round."""
+    return median(row[what] / row["measured_s"] for row in found)
+
+
+def calibrated(ranks: int, folder: Path, quick: bool, *keys: str) -> Machine:
+    path = folder / "machine.toml"
+    options = ["--quick"] if quick else []
+    run_ours(ranks, "-m", "chimera_mpi", "calibrate", *keys, "-o", str(path), *options)
+    return read_machine(path)
+
+
+# ---- real compute ------------------------------------------------------------------------------------------------
+
+
+def real(args: argparse.Namespace, depth: int, folder: Path) -> list[dict[str, Any]]:
+    keys, micro_batches = [*MODEL, *args.keys], args.micro_batches or 4
+    config = load("gpt-tiny", keys)
+    work = work_of(config)
+    machine = calibrated(depth, folder, args.quick, "gpt-tiny", *keys)
+    rows = []
+    for scheme in args.schemes:
+        choice = Choice(scheme, depth, 1, config.micro_batch_size, micro_batches, sync=config.sync)
+        try:
+            predicted = estimate(work, machine, choice)
+            measured_s = trained(depth, scheme, micro_batches, keys, args.steps, folder)
+        except InputError as error:
+            print(f"left out: {error}")
+            continue
+        rows.append(row(scheme, micro_batches, measured_s, predicted))
+    return rows
+
+
+def trained(depth: int, scheme: str, micro_batches: int, keys: Sequence[str], steps: int, folder: Path) -> float:
+    """Seconds of a step, the median."""
+    log = folder / "run.h5"
+    log.unlink(missing_ok=True)
+    shape = [f"scheme={scheme}", f"depth={depth}", f"micro_batches={micro_batches}", f"steps={steps + WARM_UP}"]
+    run_ours(depth, "-m", "chimera_mpi", "train", "gpt-tiny", *keys, *shape, "eval_every=1000", f"log={log}")
+    return median(read_run(log).steps["seconds"][WARM_UP:].tolist())
+
+
+def row(scheme: str, micro_batches: int, measured_s: float, predicted: Estimate) -> dict[str, Any]:
+    return {
+        "scheme": scheme,
+        "micro_batches": micro_batches,
+        "measured_s": measured_s,
+        "predicted_s": predicted.step_s,
+        "formula_s": predicted.formula_s,
+    }
+
+
+# ---- emulated compute --------------------------------------------------------------------------------------------
+
+
+def emulated(args: argparse.Namespace, depth: int, folder: Path) -> list[dict[str, Any]]:
+    micro_batches = args.micro_batches or depth
+    machine = calibrated(depth, folder, args.quick, "gpt-tiny", "micro_batch_size=1")
+    asked = {"forward_ms": args.forward_ms, "message_bytes": 1024 * args.message_kb}
+    told = json.loads(run_ours(depth, __file__, "--rank", json.dumps(asked)))
+    compute = Compute(tuple(Point(**point) for point in told["points"]), told["slowdown"])
+    machine = replace(machine, compute=compute)
+    found = emulate(
+        depth,
+        *("--schemes", *args.schemes, "--micro-batches", micro_batches, "--message-bytes", asked["message_bytes"]),
+        *("--forward-ms", args.forward_ms, "--input-ms", args.forward_ms, "--repeat", args.steps),
+    )
+    return [
+        row(
+            each["scheme"],
+            micro_batches,
+            each["median_s"],
+            asleep(machine, each["scheme"], depth, micro_batches, asked),
+        )
+        for each in found["rows"]
+    ]
+
+
+def asleep(machine: Machine, scheme: str, depth: int, micro_batches: int, asked: dict[str, Any]) -> Estimate:
+    """The estimate for stages that sleep: layers that are one stage each."""
+    stages = build(scheme, depth, micro_batches).stages
+    flops = asked["forward_ms"] * 1e-3 * NS * depth / stages
+    layer = LayerWork("stage", 1, flops, 2 * flops, 0, asked["message_bytes"], 0, 0, 0)
+    work = Work((layer,) * stages, parameter_bytes=4, master_bytes=0, gradient_bytes=4, state_bytes=0)
+    return estimate(work, machine, Choice(scheme, depth, 1, 1, micro_batches))
+
+
+def emulated_on_a_rank(asked: dict[str, Any]) -> None:
+    """What stages that sleep for so long take, all ranks at once, and in a pipeline; rank 0 prints it as JSON."""
+    import torch
+    from mpi4py import MPI
+
+    from chimera_mpi.models.emulated import Durations, Sleeper, emulated
+    from chimera_mpi.runtime.calibration import Effort, Ensemble, Manner, read_layers, read_slowdown
+    from chimera_mpi.runtime.grid import Grid
+    from chimera_mpi.runtime.optimizer import Recipe
+    from chimera_mpi.runtime.rehearsal import number_and_target
+    from chimera_mpi.runtime.staging import Direct
+
+    torch.set_num_threads(1)
+    grid = Grid(MPI.COMM_WORLD, 1)
+    once = Effort((1,), (), (), trips=1, repeats=5, point_s=1.0, longest_s=10.0)
+    ensemble = Ensemble(grid.world, grid.node.patience, once)
+    manner = Manner(torch.float32, Recipe("sgd", weight_decay=0.0), False, Direct())
+    points = []
+    for share in SHARES:
+        seconds = asked["forward_ms"] * 1e-3 * share
+        model = emulated(2, Durations(seconds, seconds, seconds), asked["message_bytes"], Sleeper())
+        readings, _ = read_layers(ensemble, model, ["stage", "last"], lambda _: number_and_target(0), manner)
+        _, samples, *times, _ = readings[0]
+        names = ("forward_s", "backward_s", "input_s", "weight_s")
+        sizes = {"forward_flops": seconds * NS, "backward_flops": 2 * seconds * NS}
+        points.append(asdict(Point("stage", samples, **dict(zip(names, times, strict=True)), **sizes)))
+    seconds = asked["forward_ms"] * 1e-3
+    ranks, kinds = MPI.COMM_WORLD.size, ["stage"] * (MPI.COMM_WORLD.size - 1) + ["last"]
+    model = emulated(ranks, Durations(seconds, seconds, seconds), asked["message_bytes"], Sleeper())
+    readings, _ = read_layers(ensemble, model, kinds, lambda _: number_and_target(0), manner)
+    slowdown = read_slowdown(ensemble, model, kinds, readings, lambda _: number_and_target(0), manner)
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps({"points": points, "slowdown": slowdown}))
+    grid.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,434 @@
+"""Slurm jobs: their text, and what becomes of them on a private Slurm of four nodes.
+
+Most jobs here run `stand_in.sh` in the place of `chimera-mpi train`: what is tried is the jobs' own part in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cluster import slurm as private
+
+from chimera_mpi.cli import main
+from chimera_mpi.commands._ranks import refuse_singletons
+from chimera_mpi.commands.slurm import Settings, What, job_script
+from chimera_mpi.config import Config
+from chimera_mpi.data import prepare
+from chimera_mpi.errors import InputError
+from chimera_mpi.runlog import read_run
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "scripts" / "slurm"
+GOLDEN = Path(__file__).parent / "golden"
+SHELL = [ROOT / ".ci" / "run", *sorted((ROOT / "scripts").glob("*.sh")), *sorted(SCRIPTS.iterdir())]
+
+# ---- the text
+
+BIG = Settings(
+    config="gpt2-paper.toml",
+    keys=("scheme=chimera", "depth=16", "data=my corpus.h5"),
+    name="paper",
+    nodes=64,
+    ranks_per_node=4,
+    gpus_per_node=4,
+    cpus_per_rank=16,
+    time="2-00:00:00",
+    warning_s=600,
+    env="site/env.sh",
+    options=("partition=gpu", "account=ml"),
+)
+JOBS: tuple[What, ...] = ("train", "plan_and_train", "calibrate")
+
+
+@pytest.mark.parametrize("what", JOBS)
+def test_the_scripts_are_what_the_command_writes(what):
+    assert (SCRIPTS / f"{what}.sbatch").read_text() == job_script(Settings(what=what))
+
+
+def test_a_large_job():
+    assert (GOLDEN / "large.sbatch").read_text() == job_script(BIG)
+
+
+def test_the_command_prints_the_job(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["slurm", "gpt-tiny", "--nodes", "2", "depth=4", "--gpus-per-node", "4", "scheme=chimera"]) == 0
+    made = Settings(nodes=2, ranks_per_node=4, gpus_per_node=4, keys=("depth=4", "scheme=chimera"))
+    assert capsys.readouterr().out == job_script(made)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpt-tiny", "--nodes", "3", "scheme=chimera", "depth=4"], "depth 4 does not divide the 3 MPI ranks"),
+        (["gpt-tiny", "--nodes", "5", "scheme=chimera", "depth=5"], "chimera needs an even depth, not 5"),
+        (["no.toml"], "neither a preset nor a file"),
+        (["gpt-tiny", "dept=4"], "unknown key 'dept'"),
+        (["gpt-tiny", "--env", "no.sh"], "there is no no.sh"),
+        (["gpt-tiny", "--time", "1h"], "time '1h' is none of Slurm's"),
+        (["gpt-tiny", "--name", "a b"], "name 'a b' has characters that a shell reads"),
+        (["gpt-tiny", "--option", "a b"], "'a b' is no option of sbatch"),
+        (["gpt-tiny", "--nodes", "2", "-x"], "unrecognized arguments: -x"),
+    ],
+)
+def test_what_would_fail_in_the_job_is_refused_before(capsys, monkeypatch, words, message):
+    monkeypatch.chdir(ROOT)
+    assert main(["slurm", *words]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and not out
+
+
+@pytest.mark.parametrize(
+    ("size", "environment", "refused"),
+    [
+        (1, {"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4, but MPI sees 1 rank"),
+        (2, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}, "SLURM_STEP_NUM_TASKS=4, but MPI sees 2 ranks"),
+        (4, {"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "4"}, None),  # mpiexec, which srun helps to reach the nodes
+        (2, {"SLURM_NTASKS": "4", "PMI_SIZE": "2"}, None),
+        (2, {"PMI_SIZE": "4"}, "PMI_SIZE=4, but MPI sees 2 ranks"),
+        (1, {"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4, but MPI sees 1 rank"),
+        (2, {"SLURM_NTASKS": "4"}, None),  # an MPI whose launcher leaves no trace
+        (1, {}, None),
+    ],
+)
+def test_launcher_and_mpi_must_agree(size, environment, refused):
+    if refused is None:
+        refuse_singletons(size, environment)
+    else:
+        with pytest.raises(InputError, match=refused):
+            refuse_singletons(size, environment)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck", path=os.path.dirname(sys.executable)) is None, reason="no shellcheck")
+def test_shellcheck_has_nothing_to_say(tmp_path):
+    made = tmp_path / "large.sbatch"
+    made.write_text(job_script(BIG))
+    command = [shutil.which("shellcheck", path=os.path.dirname(sys.executable)), "-x", *map(str, SHELL), str(made)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# ---- jobs
+
+needs_slurm = pytest.mark.skipif(bool(private.why_not()), reason=str(private.why_not()))
+STOPPING = {"checkpoint", "resume", "time_limit"}
+needs_stopping = pytest.mark.skipif(
+    not Config.model_fields.keys() >= STOPPING, reason=f"train lacks {', '.join(sorted(STOPPING))}"
+)
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with private.Slurm(tmp_path_factory.mktemp("slurm"), nodes=5, cpus=2) as slurm:
+        yield slurm
+
+
+def wait_for(condition, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"still not {condition} after {timeout_s} s"
+        time.sleep(0.05)
+
+
+class Place:
+    """A folder that jobs are submitted in, with the environment that env.sh is to find."""
+
+    def __init__(self, cluster, folder):
+        self.cluster, self.folder = cluster, folder
+        self.environment = {"CHIMERA_ENV": str(SCRIPTS / "env.sh"), "VENV": str(folder / "venv")}
+        (folder / "venv" / "bin").mkdir(parents=True)
+
+    def use(self, program: Path | None) -> None:
+        """`program` is called in the place of chimera-mpi; None: this environment's chimera-mpi."""
+        bin = self.folder / "venv" / "bin"
+        (bin / "activate").write_text(f"PATH={bin}:{os.path.dirname(sys.executable)}:$PATH\n")
+        command = f'exec {program} "$@"' if program else f'exec {sys.executable} -m chimera_mpi "$@"'
+        (bin / "chimera-mpi").write_text(
+            f"#!/bin/bash\nexport PYTHONPATH={ROOT}\nexport PYTHON={sys.executable}\n{command}\n"
+        )
+        (bin / "chimera-mpi").chmod(0o755)
+
+    def submit(self, *words: str, script: Path = SCRIPTS / "train.sbatch", **environment: str) -> str:
+        return self.cluster.submit(script, *words, cwd=self.folder, **self.environment, **environment)
+
+    def run(self, *command: str, **environment: str) -> str:
+        done = self.cluster.run(
+            "bash", "-c", 'cd "$0" && exec "$@"', str(self.folder), *command, timeout_s=120,
+            **self.environment, **environment,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def await_file(self, name: str, timeout_s: float = 60) -> Path:
+        wait_for((self.folder / name).exists, timeout_s)
+        return self.folder / name
+
+
+@pytest.fixture
+def place(cluster, tmp_path):
+    tmp_path.chmod(0o755)
+    return Place(cluster, tmp_path)
+
+
+@pytest.fixture
+def fake(place):
+    place.use(Path(__file__).parent / "cluster" / "stand_in.sh")
+    return place
+
+
+def starts(run: Path) -> list[str]:
+    """What each rank of each start was called with."""
+    return sorted((run / "starts").read_text().splitlines())
+
+
+@needs_slurm
+def test_a_job_starts_a_rank_on_each_node_and_says_how(fake):
+    job = fake.submit("--nodes=4", "--output=out", "scheme=chimera", "depth=4", RUN="run")
+    ended = fake.cluster.wait(job, 60)
+    said = (fake.folder / "out").read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
+    words = (
+        "train gpt-tiny log=run/log.h5 checkpoint=run/checkpoints resume=auto time_limit=auto scheme=chimera depth=4"
+    )
+    assert starts(fake.folder / "run") == [f"start 0 rank {rank} threads 2: {words}" for rank in range(4)]
+    assert f"job {job}, start 1, on n[1-4]: 4 ranks, 2 threads each, by srun --mpi=pmi2 --kill-on-bad-exit=1" in said
+    assert (fake.folder / "run" / "status").read_text() == "0\n"
+
+
+@needs_slurm
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_failure_is_the_jobs_and_final(fake, code):
+    job = fake.submit("--nodes=2", "--output=out", RUN="run", ACT=f"exit {code}")
+    ended = fake.cluster.wait(job, 60)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", f"{code}:0", "0")
+    assert (fake.folder / "run" / "status").read_text() == f"{code}\n"
+
+
+@needs_slurm
+def test_a_killed_rank_ends_the_job(fake):
+    job = fake.submit("--nodes=2", "--output=out", RUN="run", ACT="wait")
+    pid = int(fake.await_file("run/up-1").read_text())
+    os.kill(pid, signal.SIGKILL)
+    ended = fake.cluster.wait(job, 30)
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0")
+    assert ended["ExitCode"] != "0:0"
+
+
+@needs_slurm
+def test_ranks_that_leave_one_after_the_other_keep_their_exit_code(cluster):
+    leaving = """
+import atexit, os, sys, time
+from chimera_mpi.cli import main
+atexit.register(time.sleep, int(os.environ["SLURM_PROCID"]))
+main(["--version"])
+sys.exit(75)
+"""
+    command = ["srun", "--ntasks=3", "--kill-on-bad-exit=1", sys.executable, "-c", leaving]
+    assert cluster.run(*command, PYTHONPATH=str(ROOT)).returncode == 75
+
+
+@needs_slurm
+def test_warned_it_stops_and_goes_on_in_the_same_folder(fake):
+    """Ranks leave at different moments, the first of them with 75."""
+    job = fake.submit("--nodes=4", "--output=out", RUN="run", ACT="wait")
+    for rank in range(4):
+        fake.await_file(f"run/up-{rank}")
+    fake.cluster.run("scancel", "--batch", "--signal=USR1", job)  # as Slurm does it before the time limit
+    fake.cluster.wait(job, 30, "PENDING")
+    assert (fake.folder / "run" / "status").read_text() == "75\n"
+    fake.cluster.start_now(job)
+    ended = fake.cluster.wait(job, 60)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
+    assert [line[:14] for line in starts(fake.folder / "run")] == [
+        f"start {start} rank {rank}" for start in range(2) for rank in range(4)
+    ]
+    said = (fake.folder / "out").read_text()
+    assert "start 1, on" in said and "start 2, on" in said
+
+
+@needs_slurm
+def test_cancelled_it_stays_away(fake):
+    job = fake.submit("--nodes=2", "--output=out", RUN="run", ACT="wait")
+    fake.await_file("run/up-1")
+    fake.cluster.run("scancel", job)
+    fake.cluster.wait(job, 30)
+    time.sleep(1)
+    assert fake.cluster.job(job)["JobState"] == "CANCELLED"
+
+
+@needs_slurm
+def test_preempted_it_comes_back(fake):
+    job = fake.submit("--nodes=4", "--output=out", RUN="run", ACT="wait")
+    fake.await_file("run/up-3")
+    urgent = fake.submit("--partition=urgent", "--nodes=4", "--output=urgent.out", RUN="urgent")
+    assert fake.cluster.wait(urgent, 60)["JobState"] == "COMPLETED"
+    fake.cluster.wait(job, 30, "PENDING", "RUNNING")
+    fake.cluster.start_now(job)
+    ended = fake.cluster.wait(job, 60)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
+    assert (fake.folder / "run" / "status").read_text() == "0\n"
+
+
+@needs_slurm
+def test_a_plan_is_made_once_and_followed(fake):
+    for run in ("first", "second"):
+        job = fake.submit(
+            "--nodes=2", f"--output={run}.out", "precision=bf16",
+            script=SCRIPTS / "plan_and_train.sbatch", RUN=run, MACHINE="here.toml",
+        )  # fmt: skip
+        assert fake.cluster.wait(job, 60)["JobState"] == "COMPLETED", (fake.folder / f"{run}.out").read_text()
+        assert all(f"train {run}/plan.toml" in line and "precision=bf16" in line for line in starts(fake.folder / run))
+    calibrated = sorted((fake.folder / "calibrate.calls").read_text().splitlines())
+    assert calibrated == [f"rank {rank}: calibrate gpt-tiny precision=bf16 -o here.toml" for rank in range(2)]
+    planned = (fake.folder / "plan.calls").read_text().splitlines()
+    assert [line.split(": ")[1] for line in planned] == [
+        f"plan gpt-tiny precision=bf16 --machine here.toml --workers 2 -o {run}/plan.toml"
+        for run in ("first", "second")
+    ]
+
+
+SCALING = {
+    "STUDY": "study", "NODES": "1 2", "SCALING": "weak", "SCHEMES": "1f1b gpipe chimera", "DEPTHS": "2",
+    "MICRO_BATCHES": "2 4", "CONFIG": "gpt-tiny",
+}  # fmt: skip
+
+
+@needs_slurm
+def test_a_study_is_an_array_of_points_and_resubmits_what_failed(fake):
+    scaling = str(SCRIPTS / "scaling.sh")
+    before = sorted(fake.folder.rglob("*"))
+    planned = fake.run(scaling, "--dry-run", **SCALING)
+    assert planned.count("to submit") == 6 and planned.count("left out") == 6
+    assert "--array=1,2,3,4,5,6 --nodes=2 " in planned
+    assert sorted(fake.folder.rglob("*")) == before
+
+    told = fake.run(scaling, **SCALING, FAIL="scheme=gpipe")
+    jobs = (fake.folder / "study" / "2-nodes" / "jobs").read_text().split()
+    assert len(jobs) == 1 and f"submitted  job {jobs[0]}: 6 points on 2 nodes each" in told
+    assert "to submit" not in fake.run(scaling, "--dry-run", **{**SCALING, "SCHEMES": "1f1b"})
+    _all_ended(fake, jobs)
+    points = (fake.folder / "study" / "2-nodes" / "points").read_text().splitlines()
+    assert len(points) == 6
+    for number, point in enumerate(points, 1):
+        folder = fake.folder / "study" / "2-nodes" / str(number)
+        fewest = 1 if "gpipe" in point else 2  # the rank that fails first may end the other before it has begun
+        assert fewest <= len(starts(folder)) <= 2 and all(f" {point}" in line for line in starts(folder))
+        assert "start 1, on" in (folder / "output").read_text()
+        assert (folder / "status").read_text() == ("1\n" if "gpipe" in point else "0\n")
+
+    again = fake.run(scaling, **{**SCALING, "MICRO_BATCHES": "2 4 8"})
+    assert (again.count("done"), again.count("to submit")) == (4, 5)
+    _all_ended(fake, (fake.folder / "study" / "2-nodes" / "jobs").read_text().split()[1:])
+    assert fake.run(scaling, "--dry-run", **SCALING).count("done") == 6
+
+
+def _all_ended(place, jobs):
+    for job in jobs:
+        wait_for(lambda job=job: not place.cluster.run("squeue", "-h", "-j", job).stdout, 120)
+
+
+# ---- real runs
+
+STEPS = 100
+SMALL = f"""
+layers = 6
+hidden = 16
+heads = 2
+positions = 16
+sequence_length = 16
+mini_batch_size = 12
+micro_batches = 4
+warmup_steps = 2
+eval_every = 50
+steps = {STEPS}
+spin_s = 5e-5
+data = "corpus.h5"
+scheme = "chimera"
+depth = 4
+"""
+BITS = ("step", "loss", "grad_norm", "learning_rate", "samples")
+
+
+@pytest.fixture(scope="module")
+def real(cluster, tmp_path_factory):
+    place = Place(cluster, tmp_path_factory.mktemp("real"))
+    place.environment |= {"CONFIG": "small.toml", "THREADS": "1"}
+    place.use(None)
+    prepare(place.folder / "corpus.h5", [ROOT / "data" / "pipelines.txt"])
+    (place.folder / "small.toml").write_text(SMALL)
+    return place
+
+
+@pytest.fixture(scope="module")
+def straight(real):
+    """The log of a run on four nodes that nothing has stopped, and its last checkpoint."""
+    job = real.submit("--nodes=4", "--output=straight.out", "checkpoint_every=10", RUN="straight")
+    ended = real.cluster.wait(job, 120)
+    assert ended["JobState"] == "COMPLETED", (real.folder / "straight.out").read_text()
+    return read_run(real.folder / "straight" / "log.h5"), last_checkpoint(real.folder / "straight")
+
+
+def last_checkpoint(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run.glob(f"checkpoints/step-*{STEPS}/*.safetensors")}
+
+
+@needs_slurm
+def test_a_launcher_of_another_mpi_is_refused(real):
+    job = real.submit("--nodes=2", "--output=alone.out", "depth=2", RUN="alone", MPI_TYPE="none")
+    ended = real.cluster.wait(job, 60)
+    said = (real.folder / "alone.out").read_text()
+    assert ended["JobState"] == "FAILED", said  # the code is 2, or that of the signal which ends the slower one
+    assert "SLURM_STEP_NUM_TASKS=2, but MPI sees 1 rank" in said and "srun --mpi=pmi2" in said
+    assert [path.name for path in (real.folder / "alone").iterdir()] == ["status"]
+
+
+@needs_slurm
+@needs_stopping
+def test_a_run_on_four_nodes(real, straight):
+    log, checkpoint = straight
+    assert list(log.steps["step"]) == list(range(STEPS)) and len(log.sessions) == 1
+    assert json.loads(log.attributes["hosts"]) == ["n1", "n2", "n3", "n4"]
+    assert checkpoint
+
+
+@needs_slurm
+@needs_stopping
+def test_stopped_and_queued_again_it_ends_with_the_same_bits(real, straight):
+    job = real.submit("--nodes=4", "--output=run.out", "checkpoint_every=10", RUN="run")
+    wait_for(lambda: any((real.folder / "run" / "checkpoints").glob("step-*")), 60)
+    real.cluster.run("scancel", "--batch", "--signal=USR1", job)
+    real.cluster.wait(job, 60, "PENDING")
+    real.cluster.start_now(job)
+    ended = real.cluster.wait(job, 120)
+    said = (real.folder / "run.out").read_text()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
+    log, checkpoint = read_run(real.folder / "run" / "log.h5"), last_checkpoint(real.folder / "run")
+    assert len(log.sessions) == 2
+    for column in BITS:
+        np.testing.assert_array_equal(log.steps[column], straight[0].steps[column])
+    assert checkpoint == straight[1]
+
+
+@needs_slurm
+@needs_stopping
+def test_of_two_jobs_in_one_folder_the_second_is_refused(real):
+    alone = ("--nodes=1", "depth=1", "scheme=gpipe", "steps=1000000")
+    first = real.submit(*alone, "--output=first.out", RUN="shared")
+    real.await_file("shared/log.h5")
+    second = real.submit(*alone, "--output=second.out", RUN="shared")
+    refused = real.cluster.wait(second, 60)
+    real.cluster.run("scancel", first)
+    assert (refused["JobState"], refused["ExitCode"]) == ("FAILED", "2:0"), (real.folder / "second.out").read_text()
+    assert real.cluster.wait(first, 30)["JobState"] == "CANCELLED"
+    assert len(read_run(real.folder / "shared" / "log.h5").sessions) == 1

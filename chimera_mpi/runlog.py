@@ -46,7 +46,7 @@ from .lock import Lock, owner
 from .schedule import Kind, Op, Schedule
 from .timeline import Span, Timeline
 
-SCHEMA = 1
+SCHEMA = 2
 FORMAT = "chimera_mpi run log"
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 CHUNK_ROWS = 2048  # of a column; 64 such chunks fit the root of HDF5's index
@@ -765,6 +765,10 @@ def _check_schema(path: Path, file: h5py.File) -> None:
     schema = int(file.attrs["schema"])
     if schema > SCHEMA:
         raise InputError(f"{path} has schema {schema} and this version knows up to {SCHEMA}: update chimera-mpi")
+    if schema < SCHEMA:
+        raise InputError(
+            f"{path} has schema {schema}, from before steps could be skipped, and this version reads {SCHEMA}"
+        )
 
 
 def _session(row: tuple[Any, ...]) -> Session:

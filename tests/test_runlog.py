@@ -385,11 +385,12 @@ def broken_files(folder: Path):
     with h5py.File(foreign, "w") as file:
         file.attrs["schema"] = 1
     yield foreign, "not a run log"
-    newer = folder / "newer.h5"
-    shutil.copy(whole, newer)
-    with h5py.File(newer, "r+") as file:
-        file.attrs["schema"] = runlog.SCHEMA + 1
-    yield newer, f"schema {runlog.SCHEMA + 1} and this version knows up to {runlog.SCHEMA}"
+    for schema, match in (3, "schema 3 and this version knows up to 2"), (1, "schema 1, .* this version reads 2"):
+        other = folder / f"schema-{schema}.h5"
+        shutil.copy(whole, other)
+        with h5py.File(other, "r+") as file:
+            file.attrs["schema"] = schema
+        yield other, match
     partial = folder / "partial.h5"
     shutil.copy(whole, partial)
     with h5py.File(partial, "r+") as file:

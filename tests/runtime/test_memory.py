@@ -43,13 +43,13 @@ class Held(NamedTuple):
 
 
 def step(case) -> None:
-    case.pipeline.run(case.feed(mini_batch(case.sizes), 0), 0, lambda step: 0.01)
+    case.pipeline.run(case.feed(mini_batch(case.sizes, 0), 0), 0, lambda step: 0.01)
 
 
 def held(comm, schedule, shape=WIDE, precision="fp32", **settings) -> tuple[Held, Case]:
     """Of the second step, whose optimizer has its state, all else that a step leaves there too."""
     samples = SAMPLES * schedule.micro_batches * comm.size // schedule.depth
-    mini_batch(even_sizes(samples, samples // SAMPLES))  # it is made before the watch begins
+    mini_batch(even_sizes(samples, samples // SAMPLES), 0)  # it is made before the watch begins
     settings = {
         "recipe": Recipe("adamw"),
         "shared_from_bytes": math.inf,  # torch does not count memory that is shared

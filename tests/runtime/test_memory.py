@@ -95,7 +95,7 @@ def check(comm, schedule, shape=WIDE, precision="fp32", recompute=Recompute(), s
 @pytest.mark.mpi(4)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_run_holds_what_the_model_counts(comm, scheme):
-    check(comm, build(scheme, 4, 4))
+    check(comm, build(scheme, 4, 4), replace(WIDE, layers=8))
 
 
 @pytest.mark.mpi(4)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from importlib.resources import files
-from math import ceil, isclose, isfinite, log2
+from math import ceil, isclose, log2
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -72,13 +72,14 @@ class Compute:
         if not self.points:
             raise InputError("compute.points is empty: give at least one [[compute.points]] with kind, samples, times")
         for at, point in enumerate(self.points):
-            flops = point.samples * point.forward_flops
-            if flops > MOST_FLOPS_PER_S * point.forward_s:
-                rate = f"{flops / point.forward_s:g} FLOP/s" if point.forward_s else "FLOPs in no time"
-                raise InputError(
-                    f"compute.points[{at}].forward_s={point.forward_s:g} makes {rate}, no worker has "
-                    f"{MOST_FLOPS_PER_S:g}: check forward_s, samples and forward_flops"
-                )
+            for way in "forward", "backward":
+                flops, seconds = point.samples * getattr(point, f"{way}_flops"), getattr(point, f"{way}_s")
+                if flops > MOST_FLOPS_PER_S * seconds:
+                    rate = f"{flops / seconds:g} FLOP/s" if seconds else "FLOPs in no time"
+                    raise InputError(
+                        f"compute.points[{at}].{way}_s={seconds:g} makes {rate}, no worker has "
+                        f"{MOST_FLOPS_PER_S:g}: check {way}_s, samples and {way}_flops"
+                    )
 
     def seconds(self, name: str, layer: LayerWork, samples: float) -> float:
         """The time `name` of a layer on so many samples: on the curve through the points if it is what was measured,
@@ -334,7 +335,7 @@ def parse_machine(text: str, name: str) -> Machine:
     """The machine of a TOML text; errors begin with `name`."""
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # of TOML, or of numbers with thousands of digits
         raise InputError(f"{name} is not a TOML file: {error}") from None
     head = tables.pop("machine", {})
     try:
@@ -375,7 +376,7 @@ def _parsed(kind: type[Table], table: Any, path: str) -> Table:
     for name, of in known.items():
         if name in table:
             found[name] = _entry(hints[name], of, table[name], _key(path, name))
-        elif of.default is MISSING:
+        elif of.default is MISSING or kind is Link:  # a link that does not say what a byte takes is not free
             raise InputError(f"{_key(path, name)} is missing: {_unit(of)}")
     return kind(**found)
 
@@ -397,7 +398,7 @@ def _entry(hint: Any, of: Field[Any], given: Any, key: str) -> Any:
 
 def _number(kind: type, of: Field[Any], given: Any, key: str) -> float:
     limits = of.metadata or _LINK[of.name]
-    sound = isinstance(given, (int, float)) and not isinstance(given, bool) and isfinite(given)
+    sound = isinstance(given, (int, float)) and not isinstance(given, bool)
     if not sound or not limits["low"] <= given <= limits["high"] or kind(given) != given:
         whole = "a whole number " if kind is int else ""
         raise InputError(

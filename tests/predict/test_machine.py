@@ -75,6 +75,9 @@ def test_machines_that_ship():
         ("workers_per_node = 4", "workers_per_node = true", "machine.workers_per_node=True must be a whole number"),
         ("[link]\nlatency_s = 0.001", "[link]\nlatency_s = nan", "link.latency_s=nan must be from 0 to 100"),
         ("[link]\nlatency_s = 0.001", "[link]\nlatency_s = '1 ms'", "link.latency_s='1 ms' must be from 0 to 100"),
+        ("[link]\nlatency_s = 0.001", "[link]", "link.latency_s is missing: seconds of a message of no bytes"),
+        ("memory_bytes = 8000000000.0", f"memory_bytes = 1{'0' * 400}", "must be from 1 to 1e+18"),
+        ("memory_bytes = 8000000000.0", f"memory_bytes = 1{'0' * 5000}", "is not a TOML file"),
         ("[link]", "[lnk]", "unknown key machine.lnk: did you mean 'link'?"),
         ("nodes_per_switch = 16", "nodes_per_switch = inf", "allreduce.nodes_per_switch=inf must be a whole number"),
         ("[allreduce.switch]\nlatency_s = 0.001", "[allreduce.switch]", "allreduce.switch.latency_s is missing"),
@@ -103,8 +106,10 @@ def test_a_machine_without_points():
 
 
 def test_a_rate_that_no_machine_has():
-    with pytest.raises(InputError, match=r"2e\+20 FLOP/s"):
+    with pytest.raises(InputError, match=r"forward_s=1e-06 makes 2e\+20 FLOP/s"):
         Compute((Point("block", 2, 1e-6, 1, forward_flops=1e14, backward_flops=1),))
+    with pytest.raises(InputError, match="backward_s=0 makes FLOPs in no time"):
+        Compute((Point("block", 2, 1, 0, forward_flops=1, backward_flops=1),))
 
 
 def test_names_and_files_that_are_not_there(tmp_path):

@@ -10,10 +10,8 @@ from .draw.look import duration
 from .errors import InputError
 from .predict import simulate
 from .predict.estimate import Choice, costs_of
-from .predict.footprint import Footprint, Memory
-from .predict.machine import read_machine
-from .predict.partition import Recompute
-from .predict.work import Work
+from .predict.footprint import Buffers, Memory, memory_of
+from .predict.machine import Machine
 from .timeline import Span
 from .train import Job
 from .work import work_of
@@ -41,22 +39,25 @@ class Prediction:
         return f"predicted: {most / 1e6:.1f} MB of tensors on the fullest rank{step}"
 
 
-def predict(job: Job, device: str) -> Prediction | None:
-    """Of a job whose ranks compute on a `device` of this kind, "cpu" or "cuda"; None if the work of a user's model
-    cannot be found. Raises InputError if the machine cannot.
+def predict(job: Job, device: str, machine: Machine | None = None) -> Prediction | None:
+    """Of a job whose ranks compute on a `device` of this kind, "cpu" or "cuda". Raises InputError if a step on the
+    `machine` cannot be told; without one, None if the work of a user's model cannot be found.
 
     A step is that of the job's own schedule, from its first op to its last; of a stream, its share of the whole.
     """
-    machine = read_machine(job.config.machine) if job.config.machine else None
     try:
         work = work_of(job.config, device)
-    except InputError:
+    except InputError as error:
+        if machine:
+            raise InputError(f"{error}: leave out machine=") from None
         return None
-    memory = _memory(job, work)
+    choice, schedule = choice_of(job), job.plan.schedule
+    memory = memory_of(work, choice, schedule)
     if machine is None:
         return Prediction(memory)
-    schedule = job.plan.schedule
-    timeline = simulate(schedule, costs_of(work, machine, choice_of(job), schedule))
+    timeline = simulate(schedule, costs_of(work, machine, choice, schedule))
+    if not timeline.makespan_s:
+        raise InputError(f"a step on {machine.name} takes 0 s: give its compute.points a time")
     return Prediction(memory, machine.name, float(timeline.makespan_s) / job.plan.steps, timeline.spans)
 
 
@@ -74,20 +75,6 @@ def choice_of(job: Job) -> Choice:
         sync=config.sync,
         sharded=config.optimizer_sharding == "replicas",
         cuts=job.cuts,
+        buffers=Buffers(config.receives_ahead, config.bucket_bytes),
     )
     return replace(whole, micro_batch_size=whole.halves * whole.micro_batch_size)
-
-
-def _memory(job: Job, work: Work) -> tuple[Memory, ...]:
-    config = job.config
-    return Footprint(
-        work,
-        job.plan.schedule,
-        job.cuts,
-        samples=max(job.sizes),
-        width=job.width,
-        recompute=Recompute.of(config.recompute),
-        sharded=config.optimizer_sharding == "replicas",
-        receives_ahead=config.receives_ahead,
-        bucket_bytes=config.bucket_bytes,
-    ).of_workers()

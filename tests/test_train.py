@@ -147,6 +147,7 @@ def test_an_existing_log_is_not_touched(folder):
     ("overrides", "message"),
     [
         (("data=nowhere.h5",), "no data file nowhere.h5: make it with"),
+        (("machine=small-bx", "data=nowhere.h5"), "'small-bx' is neither a machine nor a file"),
         (("depth=4",), "depth 4 does not divide the 2 MPI ranks: try depth = 1, 2"),
         (
             ("depth=2", "scheme=pipedream", "precision=fp16", "tied=false"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..config import Config, load
 from ..errors import InputError
+from ..predict.footprint import Buffers
 from ..predict.machine import Machine, read_machine
 from ..predict.planner import SYNCHRONOUS, Space, Tell, tell_nobody
 from ..predict.work import Work
@@ -63,6 +64,7 @@ def asked_of(args: argparse.Namespace) -> Asked:
         micro_batch_size=config.micro_batch_size if "micro_batch_size" in given else None,
         sharded=config.optimizer_sharding == "replicas",
         fp16=config.precision == "fp16",
+        buffers=Buffers(config.receives_ahead, config.bucket_bytes),
     )
     if "recompute" in given:
         space = replace(space, recompute=(config.recompute,))

@@ -69,14 +69,14 @@ def _reasons(asked: Asked, outcome: Outcome) -> Iterator[str]:
     parts = {name: anatomy(asked.work, asked.machine, found.choice) for name, found in shown.items()}
     yield "where the seconds of a step go, on the average worker:"
     rows = [
-        [name, described(shown[name].choice), *(f"{round(seconds, 9):.3g}" for seconds in of), f"{of.step_s:.4g}"]
+        [name, described(shown[name].choice), *(f"{round(seconds, 9) + 0.0:.3g}" for seconds in of), f"{of.step_s:.4g}"]
         for name, of in parts.items()
     ]
     yield from columns([["", "choice", *PARTS, "step"], *rows])
     best_s = outcome.best[0].step_s
     for name, found in list(shown.items())[1:]:
         yield f"{name} takes {found.step_s / best_s - 1:.1%} longer: {_losses(parts['1'], parts[name])}"
-    yield _certainty(asked, outcome)
+    yield _certainty(outcome)
     if outcome.unfit:
         found, lacking = outcome.unfit
         yield (
@@ -103,7 +103,7 @@ def _losses(best: Anatomy, other: Anatomy) -> str:
     )
 
 
-def _certainty(asked: Asked, outcome: Outcome) -> str:
+def _certainty(outcome: Outcome) -> str:
     best = outcome.best[0]
     return f"simulation and Eq. 1 differ by {abs(best.disagreement):.1%} on the best"
 
@@ -185,10 +185,9 @@ def configuration(asked: Asked, outcome: Outcome, workers: int) -> str:
         "recompute": choice.recompute,
         "sync": choice.sync,
         "partition": _partition(choice),
+        "machine": asked.machine_name,  # by which train predicts its steps
         **dict(choice.options),
     }
-    if "machine" in type(asked.config).model_fields:  # by which train predicts its steps
-        values["machine"] = asked.machine_name
     unset = [name for name, value in values.items() if value is None]
     lines = [
         f"# Planned from {asked.name} for {workers} ranks of {asked.machine.name}: D={choice.depth}, W={choice.width}.",

@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: float) -> int:
     from ..config import DEFAULT_DATA, check_together, load
     from ..data import open_corpus
+    from ..predict.machine import read_machine
     from ..prediction import predict
     from ..runtime.agreement import agree
     from ..runtime.grid import find_node
@@ -84,10 +85,11 @@ def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: floa
     resumed = choice.checkpoint
     done = agree(world, lambda: steps_done(resumed, config))
     job = agree(world, lambda: plan_job(config, world.size, done))
+    on_rank_0 = partial(_on_rank_0, world)
+    machine = agree(world, on_rank_0(lambda: read_machine(config.machine) if config.machine else None))
     node = find_node(world)
     staging, devices = find_staging(world, node.rank, config)
     data = config.data or DEFAULT_DATA
-    on_rank_0 = partial(_on_rank_0, world)
     agree(world, on_rank_0(lambda: None if config.data else _prepare_default(data)))
     corpus, validation = agree(
         world, lambda: [open_corpus(data, part, config.sequence_length) for part in ("train", "validation")]
@@ -106,7 +108,7 @@ def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: floa
     agree(world, on_rank_0(lambda: try_loss(job, reader(job, corpus))))
     job = measured(world, node.patience, job, reader(job, corpus), staging, resumed)
     limit = agree(world, on_rank_0(lambda: find_limit(config.time_limit, began_s, os.environ, _save_s(job))))
-    prediction = agree(world, on_rank_0(lambda: predict(job, staging.device.type)))
+    prediction = agree(world, on_rank_0(lambda: predict(job, staging.device.type, machine)))
     facts = {**_facts(world, threads), **held, "devices": devices}
     with ExitStack() as stack:
         if config.checkpoint:

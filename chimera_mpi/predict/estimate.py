@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
 from operator import add, mul
 from typing import Any
 
 from ..schedule import COMPUTE, STREAMS, Schedule, build
 from ..schedule.timing import makespan, timed
 from .costs import Costs
-from .footprint import Memory, memory_of
+from .footprint import Buffers, Memory, memory_of
 from .machine import Machine
 from .partition import Cuts, cut_uniformly
 from .performance import Weighted, performance
@@ -32,6 +31,7 @@ class Choice:
     sync: str = "eager_opt"
     sharded: bool = False
     cuts: Cuts | None = None  # None: as equal numbers of layers as can be
+    buffers: Buffers = Buffers()
 
     @property
     def samples(self) -> int:
@@ -63,10 +63,6 @@ class Estimate:
     bubble_ratio: float
     exposed_allreduce_s: float
     memory: tuple[Memory, ...]  # of each worker of a group
-
-    @cached_property
-    def samples_per_s(self) -> float:
-        return self.choice.samples / self.step_s
 
     @property
     def disagreement(self) -> float:

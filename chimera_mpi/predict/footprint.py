@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..schedule import Place, Schedule
 from .memory import Sizes, most_held, weight_versions
 from .partition import Cuts, Recompute, cut_uniformly
 from .work import LayerWork, Work
 
-RECEIVES_AHEAD = 4
-BUCKET_BYTES = 4 << 20
+
+class Buffers(NamedTuple):
+    """What a job is told to keep room for, beside the model: by default what `train` does."""
+
+    receives_ahead: int = 4
+    bucket_bytes: int = 4 << 20  # of gradients that are summed over replicas together
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,11 @@ class Chosen(Protocol):
     def sharded(self) -> bool: ...
     @property
     def cuts(self) -> Cuts | None: ...
+    @property
+    def buffers(self) -> Buffers: ...
 
 
-def memory_of(
-    work: Work,
-    choice: Chosen,
-    schedule: Schedule,
-    receives_ahead: int = RECEIVES_AHEAD,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> tuple[Memory, ...]:
+def memory_of(work: Work, choice: Chosen, schedule: Schedule) -> tuple[Memory, ...]:
     """What each worker of a pipeline group holds. `schedule` is that of the choice, of a step or of several."""
     halved = dict(choice.options).get("concat") == "halving"
     return Footprint(
@@ -71,8 +71,7 @@ def memory_of(
         width=choice.width,
         recompute=Recompute.of(choice.recompute),
         sharded=choice.sharded,
-        receives_ahead=receives_ahead,
-        bucket_bytes=bucket_bytes,
+        buffers=choice.buffers,
     ).of_workers()
 
 
@@ -88,8 +87,7 @@ class Footprint:
     width: int = 1
     recompute: Recompute = Recompute()
     sharded: bool = False
-    receives_ahead: int = RECEIVES_AHEAD
-    bucket_bytes: int = BUCKET_BYTES
+    buffers: Buffers = Buffers()
 
     def of_workers(self) -> tuple[Memory, ...]:
         sizes = [self.sizes(stage) for stage in range(self.schedule.stages)]
@@ -150,7 +148,7 @@ class Footprint:
         if self._replicas == 1:
             return 0
         largest = max(self.parameters(stage) for _, stage in places) * self.work.gradient_bytes
-        return min(largest, self.bucket_bytes)
+        return min(largest, self.buffers.bucket_bytes)
 
     def _messages_bytes(self, worker: int) -> float:
         """The receives that are posted ahead, and one message on its way out."""
@@ -158,7 +156,7 @@ class Footprint:
         received: list[float] = []
         sent = [0.0]
         for pipe, stage in self.schedule.places(worker):
-            row, many = self.schedule.pipes[pipe], min(pipe_of[pipe], self.receives_ahead)
+            row, many = self.schedule.pipes[pipe], min(pipe_of[pipe], self.buffers.receives_ahead)
             forth, back = self._boundary_bytes(stage), self._boundary_bytes(stage + 1)
             count = self.work.count_bytes
             if stage and row[stage - 1] != worker:
@@ -167,7 +165,7 @@ class Footprint:
             if stage < last and row[stage + 1] != worker:
                 received += [back + count] * many
                 sent.append(back)
-        return sum(sorted(received, reverse=True)[: self.receives_ahead]) + max(sent)
+        return sum(sorted(received, reverse=True)[: self.buffers.receives_ahead]) + max(sent)
 
     def _boundary_bytes(self, stage: int) -> float:
         """Of what enters a stage; behind the last one, of nothing."""

@@ -26,7 +26,7 @@ from ..schedule.weave import MOST_CELLS
 from .bounds import Post, least_steady_step_s, least_step_s, posts
 from .costs import Costs
 from .estimate import Choice, Estimate, costs_of, estimate, memory_in, stepped
-from .footprint import Memory, memory_of
+from .footprint import Buffers, Memory, memory_of
 from .machine import Machine
 from .partition import Cuts, Recompute, cut_at, cut_quickly, cut_uniformly
 from .performance import Weighted
@@ -57,6 +57,7 @@ class Space:
     partitions: tuple[str, ...] = ("uniform", "balanced", "between")
     sharded: bool = False
     fp16: bool = False
+    buffers: Buffers = Buffers()
 
 
 class Family(NamedTuple):
@@ -224,6 +225,7 @@ def _candidates(bench: _Bench, space: Space, workers: int, mini_batch: int) -> I
                         sync=syncs[0],
                         sharded=space.sharded,
                         cuts=cuts,
+                        buffers=space.buffers,
                     )
                     bound_s = bench.bound_s(choice)
                     yield from (_Candidate(bound_s, replace(choice, sync=sync)) for sync in syncs)
@@ -233,11 +235,11 @@ def _families(bench: _Bench, space: Space, workers: int, mini_batch: int) -> Ite
     for depth in _depths(bench.work, workers):
         if workers // depth > mini_batch or depth not in (space.depths or [depth]):
             continue
+        named = (Family(scheme, depth, options) for scheme in space.schemes for options in _options(scheme, depth))
+        families = [family for family in named if bench.why_not(family, space) is None]
         # A worker by itself has no pipeline: there all schemes that keep least in memory are one.
-        alone = [RIVAL] if RIVAL in space.schemes else space.schemes[:1]
-        for scheme in alone if depth == 1 else space.schemes:
-            families = (Family(scheme, depth, options) for options in _options(scheme, depth))
-            yield from (family for family in families if bench.why_not(family, space) is None)
+        alone = sorted(families, key=lambda of: (of.scheme != RIVAL, len(bench.placement(of).pipes)))[:1]
+        yield from alone if depth == 1 else families
 
 
 def _depths(work: Work, workers: int) -> list[int]:
@@ -286,10 +288,15 @@ def _has_sense(family: Family, batch: Batch, stages: int) -> bool:
 
 
 def _recomputations(allowed: Iterable[str | int], layers: int) -> list[str | int]:
-    """Of stages of so many layers; of a few at a time as many as keep about as much as they need for a moment."""
-    few = round(sqrt(layers))
-    named = {"none": "none", "stage": "stage"} | ({"layer": "layer"} if layers > 1 else {})
-    return [named.get(str(asked), few) for asked in allowed if asked in named or (asked == "layers" and few > 1)]
+    """Those that differ, of stages of so many layers; of a few at a time as many as keep about as much as they need for
+    a moment."""
+    few = max(round(sqrt(layers)), 1)
+    at_a_time = {"none": 0, "layer": 1, "layers": few, "stage": layers}
+    found: dict[int, str | int] = {}
+    for asked in allowed:
+        size = asked if isinstance(asked, int) else at_a_time[asked]
+        found.setdefault(min(size, layers), few if asked == "layers" else asked)
+    return list(found.values())
 
 
 # ---- what a choice comes to

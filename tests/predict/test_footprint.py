@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from chimera_mpi.predict import peak_bytes, simulate
-from chimera_mpi.predict.footprint import Footprint, memory_of
+from chimera_mpi.predict.footprint import Buffers, Footprint, memory_of
 from chimera_mpi.predict.memory import Sizes, most_held
 from chimera_mpi.predict.partition import Recompute
 from chimera_mpi.predict.work import bert_work, gpt_work
@@ -25,6 +25,7 @@ class Choice(NamedTuple):
     options: tuple = ()
     sharded: bool = False
     cuts: list | None = None
+    buffers: Buffers = Buffers()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

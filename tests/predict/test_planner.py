@@ -108,6 +108,27 @@ def test_the_bound_of_1f1b_is_its_closed_form() -> None:
 # ---- the search
 
 
+@pytest.mark.parametrize(("schemes", "alone"), [(("chimera", "zb_h1"), "zb_h1"), (("gems", "1f1b"), "1f1b")])
+def test_a_worker_by_itself_has_the_first_scheme_that_can(schemes: tuple[str, ...], alone: str) -> None:
+    found = choices(model(4, 0), machine(), 2, 4, Space(schemes=schemes))
+    assert {choice.scheme for choice in found if choice.depth == 1} == {alone}
+    assert {choice.scheme for choice in found if choice.depth == 2} == set(schemes)
+
+
+def test_what_is_to_be_recomputed_may_be_named() -> None:
+    """A few layers at a time, whatever the depth; of what is alike, one."""
+
+    def found(*asked: str | int) -> dict[int, list[str | int]]:
+        space = Space(("1f1b",), recompute=asked, syncs=("eager",), partitions=("uniform",), micro_batch_size=1)
+        of = choices(model(16, 0), machine(), 16, 16, space)
+        return {depth: [choice.recompute for choice in of if choice.depth == depth] for depth in (2, 8, 16)}
+
+    assert found(3) == {2: [3], 8: [3], 16: [3]}
+    assert found("layer") == {2: ["layer"], 8: ["layer"], 16: ["layer"]}
+    everything = found("none", "stage", "layer", "layers")
+    assert everything == {2: ["none", "stage", "layer", 3], 8: ["none", "stage", "layer"], 16: ["none", "stage"]}
+
+
 def simulated(work: Work, board: Machine, workers: int, mini_batch: int, space: Space) -> list[float]:
     """The best step of each scheme, depth and micro-batch size that fits, by simulating all that there is."""
     best: dict[tuple, float] = {}

@@ -14,7 +14,7 @@ from live import watching
 
 from chimera_mpi.data import even_sizes
 from chimera_mpi.models import GPT, gpt
-from chimera_mpi.predict.footprint import Footprint, Memory
+from chimera_mpi.predict.footprint import Buffers, Footprint, Memory
 from chimera_mpi.predict.partition import Recompute, cut_uniformly
 from chimera_mpi.predict.work import gpt_work
 from chimera_mpi.runtime.mailbox import Delivery
@@ -80,7 +80,7 @@ def model_of(case, work, recompute=Recompute(), sharded=False) -> Memory:
     """What this rank's worker holds by the memory model. Sums by messages have no buffers that torch knows of."""
     ahead = case.pipeline.worker.mailbox.delivery.ahead
     sizes = max(case.sizes), case.grid.width
-    memory = Footprint(work, case.schedule, case.pipeline.cuts, *sizes, recompute, sharded, ahead).of_workers()
+    memory = Footprint(work, case.schedule, case.pipeline.cuts, *sizes, recompute, sharded, Buffers(ahead)).of_workers()
     return replace(memory[case.grid.worker], buckets_bytes=0)
 
 

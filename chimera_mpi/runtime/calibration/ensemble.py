@@ -70,9 +70,6 @@ class Ensemble:
     def least(self, number: float) -> float:
         return float(self._everyone([number]).min())
 
-    def longest(self, number: float) -> float:
-        return float(self._everyone([number]).max())
-
     def _everyone(self, numbers: Sequence[float]) -> np.ndarray:
         """One row a rank."""
         mine = np.array(numbers, dtype=np.float64)

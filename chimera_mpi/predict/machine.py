@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from importlib.resources import files
 from math import ceil, isclose, log2
+from os.path import isfile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -312,7 +313,7 @@ def read_machine(name_or_path: str | Path) -> Machine:
     if name in machines():
         return parse_machine((_folder() / f"{name}.toml").read_text(encoding="utf-8"), name)
     path = Path(name_or_path)
-    if not path.is_file():
+    if not isfile(path):  # which any words may name, also too many for a path
         raise InputError(
             f"{name!r} is neither a machine nor a file: {nearest(name, machines())}, or chimera-mpi calibrate"
         )

@@ -115,6 +115,8 @@ def test_a_rate_that_no_machine_has():
 def test_names_and_files_that_are_not_there(tmp_path):
     with pytest.raises(InputError, match="neither a machine nor a file: did you mean 'piz-daint'"):
         read_machine("piz-dant")
+    with pytest.raises(InputError, match="neither a machine nor a file"):
+        read_machine("x" * 5000)
     with pytest.raises(InputError, match="cannot write"):
         write_machine(MEASURED, tmp_path / "nowhere" / "machine.toml")
 

@@ -411,9 +411,8 @@ def tables(machine: Machine, configurations: bool = True) -> dict[str, object]:
     if configurations:
         print_best(machine)
     off = [abs(per_s[run] / run.published_per_s - 1) for run in RUNS]
-    print(
-        f"{len(off)} throughputs, those of the fit: median error {100 * np.median(off):.1f} %, largest {100 * max(off):.1f} %"
-    )
+    typical, largest = 100 * np.median(off), 100 * max(off)
+    print(f"{len(off)} throughputs, those of the fit: median error {typical:.1f} %, largest {largest:.1f} %")
     orders = [(group, order_of(group, per_s)) for group in groups()]
     for (model, nodes), (published, predicted) in orders:
         same = "the same" if published == predicted else f"predicted {' > '.join(predicted)}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from math import log2
 from pathlib import Path
 
 import pytest
 
 from chimera_mpi.cli import main
-from chimera_mpi.commands._calibrated import charts, summary
+from chimera_mpi.commands._calibrated import charts, doubts, summary
 from chimera_mpi.commands.calibrate import effort, measure
 from chimera_mpi.config import load
 from chimera_mpi.draw.chart import chart_svg
@@ -231,6 +232,12 @@ def test_several_ranks_find_one_machine(comm) -> None:
     made = calibrated(found, work_of(config).layers)
     assert parse_machine(made.text, "file") == made.machine
     assert len(list(summary(found, made))) == 7 and 0.1 < found.slowdown < 10
+
+
+def test_what_was_measured_on_a_busy_machine_says_so() -> None:
+    assert not list(doubts(FOUND))
+    busy = replace(FOUND, layers=tuple(layer._replace(noise=3.3) for layer in FOUND.layers))
+    assert "330 % apart typically: something else ran, so calibrate again" in "".join(doubts(busy))
 
 
 WRONG = {

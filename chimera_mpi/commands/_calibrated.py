@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from ..draw.chart import Chart, Series
 from ..draw.look import duration
 from ..predict import Link
-from ..predict.calibrated import Calibrated, Found, MessageReading, counted, told
+from ..predict.calibrated import Calibrated, Found, MessageReading, counted, told, typical_noise
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+MOST_NOISE = 0.25  # of a machine that is to be predicted by
 
 
 def tables(found: Found, made: Calibrated) -> Iterator[Table]:
@@ -66,6 +69,13 @@ def summary(found: Found, made: Calibrated) -> Iterator[str]:
         f"update      {_time(update.latency_s)} and {1e9 * update.s_per_parameter:.2f} ns a parameter; "
         f"{_how(made, '[optimizer]')}"
     )
+
+
+def doubts(found: Found) -> Iterator[str]:
+    """Why not to predict by it."""
+    noise = typical_noise(found.layers)
+    if noise > MOST_NOISE:
+        yield f"noise       repeats lie {100 * noise:.0f} % apart typically: something else ran, so calibrate again"
 
 
 def charts(found: Found, made: Calibrated) -> list[Chart]:

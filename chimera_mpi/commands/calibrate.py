@@ -31,7 +31,7 @@ from ..predict.calibrated import (
     calibrated,
     counted,
 )
-from ._calibrated import charts, summary, tables
+from ._calibrated import charts, doubts, summary, tables
 from ._devices import find_staging
 from ._plan import write
 from ._ranks import ending_together, library_name, refuse_singletons, set_threads
@@ -92,7 +92,7 @@ def _calibrate(world: Any, args: argparse.Namespace) -> int:
         made = calibrated(found, work.layers)
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
         console.print(*tables(found, made), sep="\n")
-        print("\n".join(summary(found, made)))
+        print("\n".join([*summary(found, made), *doubts(found)]))
         write(args.output, made.text)
         if args.svg:
             write(args.svg, chart_svg(charts(found, made)))

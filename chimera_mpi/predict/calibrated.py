@@ -221,10 +221,13 @@ def _overlap_notes(found: Found) -> dict[str, tuple[str, ...]]:
     return {"[overlap]": tuple(notes)}
 
 
+def typical_noise(layers: Sequence[LayerReading]) -> float:
+    return median(layer.noise for layer in layers)
+
+
 def _noise(layers: Sequence[LayerReading]) -> tuple[str, ...]:
-    noise = median(layer.noise for layer in layers)
     return (
-        f"points are medians of repeats whose quarters lie {100 * noise:.0f} % apart typically",
+        f"points are medians of repeats whose quarters lie {100 * typical_noise(layers):.0f} % apart typically",
         "of one layer in a row of its kind, while all ranks of the node compute",
     )
 

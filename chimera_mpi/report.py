@@ -75,13 +75,19 @@ def summary(run: Run) -> list[str]:
         f"{asked.model}, {run.attributes['parameters']:,} parameters: {asked.scheme}, depth {asked.depth} x "
         f"width {run.attributes['width']}, {asked.micro_batches} micro-batches, "
         f"{run.attributes['mini_batch_size']} samples of {asked.sequence_length} tokens a step",
-        f"steps       {steps['step'][-1] + 1} of {asked.steps} in {_clock(float(steps['seconds'].sum()))}",
+        f"steps       {steps['step'][-1] + 1} of {_steps_asked(run)} in {_clock(float(steps['seconds'].sum()))}",
         f"loss        {steps['loss'][-1]:.4f}",
         *_validation(run),
         *_throughput(run),
         *_predicted_step(run),
     ]
     return [*lines, *(_bubbles(run) if run.sampled_steps else []), *_memory(run)]
+
+
+def _steps_asked(run: Run) -> int:
+    """By the last session: a run may be resumed for more."""
+    last = run.sessions[-1].attributes if run.sessions else {}
+    return config.Config(**json.loads(last["config"])).steps if "config" in last else config_of(run).steps
 
 
 def _validation(run: Run) -> list[str]:
@@ -132,9 +138,13 @@ def _memory(run: Run) -> list[str]:
 
 
 def _held(run: Run) -> NDArray[np.float64]:
-    """[replicas, workers]: the most bytes that each rank had more than before its part of the model was built."""
+    """[replicas, workers]: the most bytes that each rank had more than before its part of the model was built, in the
+    first session: later ones may have another layout."""
     before = np.array(json.loads(run.attributes["held_before_bytes"]))
-    return (run.workers["peak_bytes"][-1, : len(before)] - before).reshape(int(run.attributes["width"]), -1)
+    resumed = [session.first_step for session in run.sessions[1:] if session.first_step >= 0]
+    rows = int(np.searchsorted(run.steps["step"], resumed[0])) if resumed else len(run.steps["step"])
+    peaks = run.workers["peak_bytes"][max(rows, 1) - 1, : len(before)]
+    return (peaks - before).reshape(int(run.attributes["width"]), -1)
 
 
 def _megabytes(sizes: NDArray[np.float64]) -> list[str]:

@@ -231,7 +231,7 @@ def test_several_ranks_find_one_machine(comm) -> None:
     assert hidden[0] is hidden[2] is None and 0 <= hidden[1] <= 1 and 0 <= hidden[3] <= 1
     made = calibrated(found, work_of(config).layers)
     assert parse_machine(made.text, "file") == made.machine
-    assert len(list(summary(found, made))) == 7 and 0.1 < found.slowdown < 10
+    assert len(list(summary(found, made))) == 7 and found.slowdown > 0
 
 
 def test_what_was_measured_on_a_busy_machine_says_so() -> None:

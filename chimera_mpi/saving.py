@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .checkpoint import Checkpoint, Choice, Draft, LayerFile, choose_named, choose_newest, found_in, open_checkpoint
-from .errors import RunFailed
+from .errors import RunFailed, refusing
 from .host import free_memory
 from .runtime.agreement import agree
 from .runtime.grid import Comm
@@ -34,7 +34,7 @@ class Saver:
     def __init__(self, pipeline: Pipeline, folder: Path, keep: int, least_free: float = LEAST_FREE):
         self.pipeline, self.folder, self.keep, self.least_free = pipeline, folder, keep, least_free
         self.world, self.patience = pipeline.grid.world, pipeline.patience
-        self.newest: Path | None = None  # that this run has written
+        self.newest: Path | None = None  # of those that this run has written, or goes on from in its folder
         self.saved = -1  # the step of the last save that has begun, or of the checkpoint that is gone on from
         self.seconds = 0.0  # that the longest save has taken, from its beginning to its name
         self._began_s = 0.0
@@ -42,6 +42,11 @@ class Saver:
         self._draft: Draft | None = None
         self._work: Future[Any] = _done({})
         self._next: Callable[[dict[int, LayerFile]], Path] | None = None  # what rank 0 does once all are through
+
+    def go_on_from(self, checkpoint: Checkpoint) -> None:
+        """What it holds need not be written again, if it is in the folder."""
+        if checkpoint.path.parent.resolve() == self.folder.resolve():
+            self.saved, self.newest = checkpoint.step, checkpoint.path
 
     def save(self, step: int, facts: Facts, wait: bool) -> None:
         """Write what the run is after `step` steps; before, `wait` for the last one, and for this one if asked."""
@@ -148,12 +153,16 @@ def find(world: Comm, asked: str | None, folder: Path | None) -> Choice:
         agree(world, lambda: checkpoint.verify(range(world.rank, len(checkpoint.files), world.size)))
         return checkpoint
 
+    def listed(of: Path) -> list[Path]:
+        with refusing(f"{of} cannot be read"):
+            return found_in(of) if world.rank == 0 else []
+
     named = folder if asked == "auto" else Path(asked)
     assert named is not None
-    paths = world.bcast(found_in(named) if world.rank == 0 else None)
+    paths = world.bcast(agree(world, lambda: listed(named)))
     if paths or asked == "auto":
         if asked != "auto":
             return choose_named(paths[0], paths, whole)
         return choose_newest(paths, whole)
-    beside = world.bcast(found_in(named.parent) if world.rank == 0 else None)
+    beside = world.bcast(agree(world, lambda: listed(named.parent)))
     return choose_named(named, beside, whole)

@@ -45,7 +45,7 @@ from .tasks import Task, task_of
 from .timeline import Span, breakdown
 
 Read = Callable[[int, int], tuple[Tensors, Targets]]  # (step, number of the micro-batch) -> inputs, targets
-GO_ON, STOP, FAIL, BROKE = range(4)  # what rank 0 has all ranks do after a step; the last they all know by themselves
+GO_ON, STOP, BROKE, SPOILT = range(4)  # what rank 0 has all ranks do, or all know by themselves, after a step
 WARMUP_STEPS = 2  # in which torch and MPI set themselves up: not counted in means of time
 
 
@@ -172,6 +172,10 @@ class Total(NamedTuple):
         return self.loss / max(self.targets, 1)
 
     @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.square_norm)
+
+    @property
     def grad_norm(self) -> float:
         return math.sqrt(self.square_norm)
 
@@ -294,7 +298,7 @@ class Run:
         self.herald = Herald(self.grid.world, self.part.patience)
         self.watchdog = self._watchdog()
         self._noted: list[float] = []  # rank 0: the signals of all ranks
-        self._word, self._reason, self._remark = GO_ON, "", ""
+        self._reason = self._remark = ""
         self._broken = self._skipped = 0
 
     def _entering(self, size: int) -> Sequence[Spec]:
@@ -312,8 +316,8 @@ class Run:
             self._send_word()
             for first in range(self.first, config.steps, self.job.plan.steps):
                 steps = range(first, first + self.job.plan.steps)
-                if not self._advance(steps):
-                    return self._stop(first, BROKE)
+                if why := self._advance(steps):
+                    return self._stop(first if why == BROKE else steps.stop, why)
                 if self.saver:
                     self.saver.poll()
                 if (word := self.herald.heard()) and steps.stop < config.steps:
@@ -340,8 +344,8 @@ class Run:
         self.first, scale = checkpoint.step, self.pipeline.loss_scale
         if scale and checkpoint.facts["loss_scale"]:
             scale.value, scale.steps = checkpoint.facts["loss_scale"]
-        if self.saver and checkpoint.path.parent.resolve() == self.saver.folder.resolve():
-            self.saver.saved = checkpoint.step
+        if self.saver:
+            self.saver.go_on_from(checkpoint)
 
     def _facts(self, next_step: int) -> dict[str, Any]:
         """What a checkpoint says beside the layers."""
@@ -367,15 +371,15 @@ class Run:
         self.pipeline.close()
         self.grid.close()
 
-    def _advance(self, steps: range) -> bool:
-        """Carry out the schedule once, evaluate when it is time, log and tell. False where it broke, and left the
-        weights as they were."""
+    def _advance(self, steps: range) -> int:
+        """Carry out the schedule once, evaluate when it is time, log and tell. BROKE where a loss or gradients were not
+        finite and the weights are as they were, SPOILT where they are not."""
         config = self.job.config
         started = self.clock()
         spans, sums = self.pipeline.run(self.part.feed(self.read, steps[0]), steps[0], self.learning_rate)
         seconds = (self.clock() - started) / len(steps)
         if self.pipeline.broke and not self._bear(steps[0]):
-            return False
+            return BROKE
         if self.watchdog:
             self.watchdog.measured(seconds * len(steps))
         rows = _step_reports(spans, sums, started, peak_held_bytes(self.part.staging.device))
@@ -384,13 +388,17 @@ class Run:
             self._log_spans(steps[-1], spans)
         if config.check_replicas and _is_due(steps, config.check_replicas, config.steps):
             self.pipeline.check_replicas()
-        evaluation = self.evaluate(steps[-1]) if _is_due(steps, config.eval_every, config.steps) else None
+        is_spoilt = not self.pipeline.guards and not self.part.total(*sums).is_finite
+        is_due = _is_due(steps, config.eval_every, config.steps) and not is_spoilt
+        evaluation = self.evaluate(steps[-1]) if is_due else None
         if table is not None:
             by_step = table.reshape(len(table), len(steps), -1).swapaxes(0, 1)
             with self.here.excused("the log"):
                 for step, of_step in zip(steps, by_step, strict=True):
                     self._tell(step, seconds, of_step, evaluation if step == steps[-1] else None)
-        return True
+            if is_spoilt:
+                self._reason = self._where_spoilt(steps, by_step)
+        return SPOILT if is_spoilt else GO_ON
 
     def _bear(self, step: int) -> bool:
         """Whether to go on after a step that broke. Finds out where, the first time. Collective."""
@@ -406,21 +414,22 @@ class Run:
 
     def _send_word(self) -> None:
         """Have all ranks go on after the next pass, or not; `heard` once that is through. Collective."""
-        if self.grid.world.rank == 0 and self._word != FAIL:
+        if self.grid.world.rank == 0:
             self._reason = self.stops.why(self._noted, self.saver.seconds if self.saver else 0.0)
-            self._word = STOP if self._reason else GO_ON
-        self.herald.send(self._word)
+        self.herald.send(STOP if self._reason else GO_ON)
 
-    def _stop(self, next_step: int, word: int) -> End:
-        """End the run before `next_step`, with a checkpoint if there is a folder. Collective."""
+    def _stop(self, next_step: int, why: int) -> End:
+        """End the run before `next_step`, with a checkpoint if there is a folder and the weights are whole.
+        Collective."""
+        self.herald.heard()
         reason = f"{self._reason}: stopped after {next_step} of {self.job.config.steps} steps"
         if self.saver is None:
             return End(f"{reason}, nothing is saved: next time give checkpoint=FOLDER", 1)
-        if word == FAIL:
+        if why == SPOILT:
             self.saver.finish()
             return End(f"{reason}, saved is {self.saver.newest or 'nothing'}", 1)
         self.save(next_step, wait=True)
-        return End(f"{reason}, saved in {self.saver.folder}: go on by resume=auto", AGAIN if word == STOP else 1)
+        return End(f"{reason}, saved in {self.saver.folder}: go on by resume=auto", AGAIN if why == STOP else 1)
 
     def evaluate(self, after_step: int) -> tuple[float, int]:
         """The mean loss in nats over the first validation samples, and their number of tokens."""
@@ -465,8 +474,6 @@ class Run:
         total = Total(*(float(by_column[name].sum()) for name in Total._fields))
         samples, skipped = sum(self.job.sizes), int(by_column["skipped"].max())
         self._skipped += skipped
-        if not self.pipeline.guards and self._word != FAIL:
-            self._look_for_nan(step, table)
         if self.log is not None:
             row = StepRow(
                 step=step,
@@ -490,17 +497,19 @@ class Run:
         self.tell(Progress(step, steps, *figures, self._skipped, self._remark))
         self._remark = ""
 
-    def _look_for_nan(self, step: int, table: NDArray[np.float64]) -> None:
-        """Where nothing else does, and all that can be done is to stop."""
-        loss, square_norm = (np.flatnonzero(~np.isfinite(table[:, at])) for at in (0, 2))
-        if len(loss):
-            where = f"the loss on rank {loss[0]}, stage {self.job.plan.schedule.stages - 1}"
-        elif len(square_norm):
-            places = self.job.plan.schedule.places(int(square_norm[-1]) % self.grid.depth)
-            where = f"gradients on rank {square_norm[-1]}, stage {max(stage for _, stage in places)}"
-        else:
-            return
-        self._word, self._reason = FAIL, f"step {step}: nan or inf, first in {where}, and now in the weights"
+    def _where_spoilt(self, steps: range, by_step: NDArray[np.float64]) -> str:
+        """The first step and place of numbers that are none, where nothing keeps the weights from them."""
+        for step, table in zip(steps, by_step, strict=True):
+            loss, square_norm = (np.flatnonzero(~np.isfinite(table[:, at])) for at in (0, 2))
+            if len(loss):
+                where = f"the loss on rank {loss[0]}, stage {self.job.plan.schedule.stages - 1}"
+            elif len(square_norm):
+                places = self.job.plan.schedule.places(int(square_norm[-1]) % self.grid.depth)
+                where = f"gradients on rank {square_norm[-1]}, stage {max(stage for _, stage in places)}"
+            else:
+                continue
+            return f"step {step}: nan or inf, first in {where}, and now in the weights"
+        return f"step {steps[-1]}: nan or inf in the sum of all losses or gradients, and now in the weights"
 
 
 RULES = (
@@ -517,11 +526,15 @@ TRAINING = (
 )  # fmt: skip
 
 
-def identity_of(job: Job, corpus: Corpus) -> dict[str, Any]:
-    """What a run must have in common with a checkpoint to go on from it, beside the shapes of layers."""
+def shape_of(job: Job) -> dict[str, Any]:
+    """What a run must have in common with a log that it goes on with, or a checkpoint that it goes on from."""
     keys = SHAPING + (OF_OUR_MODELS if job.config.model in ("gpt", "bert") else ())
-    given = {key: getattr(job.config, key) for key in keys}
-    return {**given, "mini_batch_size": sum(job.sizes), "train_sha256": corpus.sha256}
+    return {**{key: getattr(job.config, key) for key in keys}, "mini_batch_size": sum(job.sizes)}
+
+
+def identity_of(job: Job, corpus: Corpus) -> dict[str, Any]:
+    """What it must have in common with a checkpoint, beside the shapes of layers."""
+    return {**shape_of(job), "train_sha256": corpus.sha256}
 
 
 def check_same(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

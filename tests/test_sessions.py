@@ -140,6 +140,8 @@ def test_resuming_before_the_first_checkpoint_begins_anew_in_the_same_log(train)
         (("resume=auto", "steps=8", "data=other.h5"), "is of a run with train_sha256="),
         (("resume=checkpoints/step-9", "steps=8"), "there is no checkpoint checkpoints/step-9; the last whole one is"),
         (("resume=auto", "steps=8", "log=other.h5"), "other.h5 is an HDF5 file but not a run log"),
+        (("resume=auto", "checkpoint=fresh", "log=run.h5", "hidden=32"), "run.h5 is of a run with hidden=16, not 32"),
+        (("resume=auto", "checkpoint=fresh", "log=run.h5", "data=other.h5"), "is of a run with validation_sha256="),
         (("checkpoint=none",), "checkpoint_every=2 needs a folder: give checkpoint=FOLDER"),
         (("checkpoint=none", "checkpoint_every=none", "resume=auto"), "resume=auto looks in the folder"),
         (("checkpoint=corpus.h5/x",), "corpus.h5/x cannot be written"),
@@ -162,6 +164,13 @@ def finished(train):
 
 def snapshot(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_stopped_at_once_it_names_the_checkpoint_that_it_goes_on_from(train):
+    assert train("steps=2")[0] == 0
+    code, told = train("resume=auto", "time_limit=0.001")
+    assert code == 75 and "stopped after 2 of 6 steps" in told
+    assert "checkpoint  checkpoints/step-00000002\n" in told
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over(train):

@@ -131,6 +131,7 @@ def test_signals_late_in_an_end_change_nothing():
 
 
 def test_a_second_interrupt_interrupts_and_an_echo_of_the_first_does_not(monkeypatch):
+    monkeypatch.setattr(stopping, "ECHO_S", 1000.0)
     with Signals():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -255,11 +256,14 @@ def test_a_step_of_no_numbers_is_skipped(folder):
     assert list(read_run(folder / "skipped.h5").steps["skipped"]) == [False, False, True, True, True]
 
 
-def test_a_stream_of_no_numbers_is_stopped(folder):
-    options = ("scheme=pipedream", "tied=false", "eval_every=2", "clip=none")
-    done = train(folder, "stream.h5", "forward:nan:17", 1, *options, "eval_mini_batches=2")
+def test_a_stream_of_no_numbers_is_stopped_and_never_saved(folder):
+    """Also in its last pass: the weights are spoilt, and so the last checkpoint is that of the pass before."""
+    options = ("scheme=pipedream", "tied=false", "eval_every=2", "clip=none", "steps=4")
+    saving = ("checkpoint=stream", "checkpoint_every=2", "checkpoint_keep=1")
+    done = train(folder, "stream.h5", "forward:nan:17", 1, *options, *saving, "eval_mini_batches=2")
     assert done.returncode == 1, done.stderr
     assert (
-        "step 2: nan or inf, first in the loss on rank 1, stage 1, and now in the weights: stopped after 6 of"
-        in done.stderr
+        "step 2: nan or inf, first in the loss on rank 1, stage 1, and now in the weights: "
+        "stopped after 4 of 4 steps, saved is stream/step-00000002" in done.stderr
     )
+    assert [path.name for path in found_in(folder / "stream")] == ["step-00000002"]

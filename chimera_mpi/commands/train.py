@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import InputError, RunFailed
 from ..host import keep_freed_memory
@@ -22,10 +22,14 @@ from ._devices import find_staging
 from ._ranks import ending_together, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
-    from ..checkpoint import Choice
+    from ..checkpoint import Checkpoint, Choice
     from ..config import Config
+    from ..data import Corpus
+    from ..predict.machine import Machine
     from ..prediction import Prediction
     from ..runlog import RunLog
+    from ..runtime.grid import Node
+    from ..runtime.staging import Staging
     from ..stopping import End
     from ..train import Job, Progress, Run
 
@@ -69,58 +73,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: float) -> int:
-    from ..config import DEFAULT_DATA, check_together, load
-    from ..data import open_corpus
-    from ..predict.machine import read_machine
     from ..prediction import predict
     from ..runtime.agreement import agree
-    from ..runtime.grid import find_node
-    from ..saving import find
-    from ..tasks import check_vocabulary
-    from ..train import Run, check_resumed, measured, plan_job, reader, steps_done, try_loss
+    from ..train import Run
 
-    config = agree(world, lambda: load(args.source, args.overrides))
-    agree(world, lambda: check_together(config))
-    choice = find(world, config.resume, config.checkpoint)
-    resumed = choice.checkpoint
-    done = agree(world, lambda: steps_done(resumed, config))
-    job = agree(world, lambda: plan_job(config, world.size, done))
+    config = agree(world, lambda: _configuration(args))
+    asked = _find_asked(world, config)
+    if asked.resumed and asked.resumed.step == config.steps:
+        if world.rank == 0:
+            print(f"{asked.resumed.path} has all {config.steps} steps: raise steps= to go on")
+        return 0
+    facts = _facts(world, _settle(config, asked.node), asked)
+    job = _fitted(world, asked)
     on_rank_0 = partial(_on_rank_0, world)
-    machine = agree(world, on_rank_0(lambda: read_machine(config.machine) if config.machine else None))
-    node = find_node(world)
-    staging, devices = find_staging(world, node.rank, config)
-    data = config.data or DEFAULT_DATA
-    agree(world, on_rank_0(lambda: None if config.data else _prepare_default(data)))
-    corpus, validation = agree(
-        world, lambda: [open_corpus(data, part, config.sequence_length) for part in ("train", "validation")]
-    )
-    agree(world, lambda: check_vocabulary(job.task, corpus))
-    if resumed:
-        agree(world, on_rank_0(lambda: check_resumed(resumed, job, corpus)))
-        if done == config.steps:
-            if world.rank == 0:
-                print(f"{resumed.path} has all {done} steps: raise steps= to go on")
-            return 0
-    threads = set_threads(config.threads, node.threads)
-    if config.keep_freed_memory:
-        keep_freed_memory()
-    held = _held(world, staging.device)
-    agree(world, on_rank_0(lambda: try_loss(job, reader(job, corpus))))
-    job = measured(world, node.patience, job, reader(job, corpus), staging, resumed)
     limit = agree(world, on_rank_0(lambda: find_limit(config.time_limit, began_s, os.environ, _save_s(job))))
-    prediction = agree(world, on_rank_0(lambda: predict(job, staging.device.type, machine)))
-    facts = {**_facts(world, threads), **held, "devices": devices}
+    prediction = agree(world, on_rank_0(lambda: predict(job, asked.staging.device.type, asked.machine)))
     with ExitStack() as stack:
         if config.checkpoint:
-            agree(world, on_rank_0(lambda: stack.enter_context(_own_folder(config, choice))))
-        log = agree(world, on_rank_0(lambda: _open_log(job, validation, world.size, facts, prediction, choice)))
+            agree(world, on_rank_0(lambda: stack.enter_context(_own_folder(config, asked.choice))))
+        log = agree(world, on_rank_0(lambda: _open_log(job, asked, world.size, facts, prediction)))
         tell = _Teller() if world.rank == 0 else _tell_nobody
-        run = Run(world, job, corpus, validation, log, tell, staging, resumed, Stops(signals, limit))
+        stops = Stops(signals, limit)
+        run = Run(world, job, asked.corpus, asked.validation, log, tell, asked.staging, asked.resumed, stops)
         if world.rank == 0:
-            told = f"{run.part.patience}, {run.pipeline.worker.gradients.where}"
-            told += ", a thread moves messages" if run.pipeline.progress else ""
-            opening = _opening(job, world.size, threads, devices, told)
-            print(*_resuming(choice, config), opening, *filter(None, [prediction]), sep="\n", flush=True)
+            opening = _opening(run, facts["threads"], asked.devices)
+            print(*_resuming(asked.choice, config), opening, *filter(None, [prediction]), sep="\n", flush=True)
         with log or nullcontext():
             if log and prediction and prediction.spans:
                 log.plan(prediction.spans)
@@ -133,13 +110,85 @@ def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: floa
     return end.code
 
 
+def _configuration(args: argparse.Namespace) -> Config:
+    from ..config import check_together, load
+
+    config = load(args.source, args.overrides)
+    check_together(config)
+    return config
+
+
+class _Asked(NamedTuple):
+    """What is to be trained, on what, from where on, and what this rank has for it; all files have been looked at."""
+
+    job: Job
+    corpus: Corpus
+    validation: Corpus
+    choice: Choice
+    machine: Machine | None  # on rank 0
+    node: Node
+    staging: Staging
+    devices: str  # of all ranks
+
+    @property
+    def resumed(self) -> Checkpoint | None:
+        return self.choice.checkpoint
+
+
+def _find_asked(world: Any, config: Config) -> _Asked:
+    """Touches nothing but the default data. Collective. Raises InputError on all ranks."""
+    from ..config import DEFAULT_DATA
+    from ..data import open_corpus
+    from ..predict.machine import read_machine
+    from ..runtime.agreement import agree
+    from ..runtime.grid import find_node
+    from ..saving import find
+    from ..tasks import check_vocabulary
+    from ..train import check_resumed, plan_job, steps_done
+
+    choice = find(world, config.resume, config.checkpoint)
+    done = agree(world, lambda: steps_done(choice.checkpoint, config))
+    job = agree(world, lambda: plan_job(config, world.size, done))
+    on_rank_0 = partial(_on_rank_0, world)
+    machine = agree(world, on_rank_0(lambda: read_machine(config.machine) if config.machine else None))
+    node = find_node(world)
+    staging, devices = find_staging(world, node.rank, config)
+    data = config.data or DEFAULT_DATA
+    agree(world, on_rank_0(lambda: None if config.data else _prepare_default(data)))
+    corpus, validation = agree(
+        world, lambda: [open_corpus(data, part, config.sequence_length) for part in ("train", "validation")]
+    )
+    agree(world, lambda: check_vocabulary(job.task, corpus))
+    if choice.checkpoint:
+        agree(world, on_rank_0(partial(check_resumed, choice.checkpoint, job, corpus)))
+    return _Asked(job, corpus, validation, choice, machine, node, staging, devices)
+
+
+def _settle(config: Config, node: Node) -> int:
+    """Give this process its threads, of which there are so many, and its way with memory."""
+    threads = set_threads(config.threads, node.threads)
+    if config.keep_freed_memory:
+        keep_freed_memory()
+    return threads
+
+
+def _fitted(world: Any, asked: _Asked) -> Job:
+    """The job, once a user's loss has been tried, cut as layers are measured where that is asked for. Collective."""
+    from ..runtime.agreement import agree
+    from ..train import measured, reader, try_loss
+
+    read = reader(asked.job, asked.corpus)
+    agree(world, _on_rank_0(world, lambda: try_loss(asked.job, read)))
+    return measured(world, asked.node.patience, asked.job, read, asked.staging, asked.resumed)
+
+
 def _tell_end(run: Run, end: End) -> None:
     """What there is of the run, and why it ended early."""
     from .. import report
     from ..runlog import read_run
 
     lines = ["", *report.summary(read_run(run.log.path)), f"log         {run.log.path}"] if run.log else []
-    if run.saver:
+    if run.saver and run.saver.newest:
         lines.append(f"checkpoint  {run.saver.newest}")
     if lines:
         print("\n".join(lines), flush=True)
@@ -188,13 +237,13 @@ def _own_folder(config: Config, choice: Choice) -> AbstractContextManager[None]:
 
 
 def _open_log(
-    job: Job, corpus: Any, ranks: int, facts: dict[str, Any], prediction: Prediction | None, choice: Choice
+    job: Job, asked: _Asked, ranks: int, facts: dict[str, Any], prediction: Prediction | None
 ) -> RunLog | None:
     """A new one; or that of the run that is resumed. Raises InputError."""
     from ..models import parameter_count
     from ..runlog import RunLog, locks_wanted
 
-    config, resumed = job.config, choice.checkpoint
+    config, resumed = job.config, asked.resumed
     if config.log is None:
         return None
     attributes = {
@@ -205,8 +254,8 @@ def _open_log(
         "parameters": parameter_count(job.task.model),
         "partition": json.dumps([cut.start for cut in job.cuts[1:]]),
         "stage_costs": json.dumps(job.costs),
-        "unigram_entropy_nats": corpus.unigram_entropy_nats,
-        "validation_sha256": corpus.sha256,
+        "unigram_entropy_nats": asked.validation.unigram_entropy_nats,
+        "validation_sha256": asked.validation.sha256,
         **facts,
         **(prediction.attributes if prediction else {}),
     }
@@ -215,22 +264,21 @@ def _open_log(
     before = resumed.facts["log"] if resumed and config.log == config.resume == "auto" else None
     there = Path(before) if before else path
     if there and config.resume and there.exists():
-        _check_log(there, job, resumed.step if resumed else 0)
+        _check_log(there, job, asked.validation.sha256, resumed.step if resumed else 0)
         return RunLog.append(there, attributes, ranks, locking=locking)
     create = partial(RunLog.create, attributes=attributes, workers=ranks, locking=locking)
     return create(path) if path else _created_anywhere(create, config.scheme)
 
 
-def _check_log(path: Path, job: Job, done: int) -> None:
+def _check_log(path: Path, job: Job, validation_sha256: str, done: int) -> None:
     """Raises InputError if the log is of another run, or its steps after the first `done` would now be others."""
     from ..runlog import read_run
-    from ..train import SHAPING, TRAINING, check_same
+    from ..train import TRAINING, check_same, shape_of
 
     run = read_run(path)
     there = json.loads(run.sessions[-1].attributes["config"]) if run.sessions else run.config
     here = job.config.model_dump(mode="json")
-    check_same(str(path), there, {key: here[key] for key in SHAPING})
-    check_same(str(path), run.attributes, {"mini_batch_size": sum(job.sizes)})
+    check_same(str(path), {**there, **run.attributes}, {**shape_of(job), "validation_sha256": validation_sha256})
     last = int(run.steps["step"][-1]) if len(run.steps["step"]) else -1
     for key in TRAINING:
         if last >= done and there[key] != here[key]:
@@ -264,35 +312,36 @@ def _created_anywhere(create: Callable[[Path], RunLog], scheme: str) -> RunLog:
     raise InputError(f"{folder} has 99 logs of {name}: name one by log=")
 
 
-def _held(world: Any, device: Any) -> dict[str, Any]:
-    """What each rank has in memory before its part of the model is built, and of what. Collective."""
-    from ..runtime.device import held_bytes
-
-    return {
-        "held_before_bytes": json.dumps(world.allgather(held_bytes(device))),
-        "memory_measured": "process" if device.type == "cpu" else "device",
-    }
-
-
-def _facts(world: Any, threads: int) -> dict[str, Any]:
-    """Where and with what this run runs. Collective."""
+def _facts(world: Any, threads: int, asked: _Asked) -> dict[str, Any]:
+    """Where and with what this run runs, and what each rank has in memory before its part of the model is built.
+    Collective."""
     from importlib.metadata import version
 
     from mpi4py import MPI
 
+    from ..runtime.device import held_bytes
+
     packages = ("chimera-mpi", "torch", "mpi4py", "numpy", "h5py")
     slurm = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID") if name in os.environ}
+    device = asked.staging.device
     return {
         "hosts": json.dumps(world.allgather(MPI.Get_processor_name())),
         "mpi_library": library_name(),
         "versions": json.dumps({package: version(package) for package in packages}),
         "slurm": json.dumps(slurm),
         "threads": threads,
+        "devices": asked.devices,
+        "held_before_bytes": json.dumps(world.allgather(held_bytes(device))),
+        "memory_measured": "process" if device.type == "cpu" else "device",
     }
 
 
-def _opening(job: Job, ranks: int, threads: int, devices: str, patience: str) -> str:
+def _opening(run: Run, threads: int, devices: str) -> str:
+    """What is trained by what."""
+    job, ranks = run.job, run.grid.world.size
     config = job.config
+    patience = f"{run.part.patience}, {run.pipeline.worker.gradients.where}"
+    patience += ", a thread moves messages" if run.pipeline.progress else ""
     return (
         f"{config.model} with {config.scheme}: {ranks} ranks = depth {config.depth} x width {job.width}, "
         f"{threads} thread{'s' * (threads > 1)} each, {devices}, {patience}; "

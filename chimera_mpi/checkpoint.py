@@ -101,6 +101,11 @@ def read_checkpoint(path: str | Path) -> tuple[Checkpoint, list[dict[str, torch.
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read the manifest, and look whether all files are there. Raises InputError."""
+    with refusing(f"{path} cannot be read"):
+        return _opened(path)
+
+
+def _opened(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise InputError(f"there is no checkpoint {path}")
     if path.name.endswith(PART) or not (path / MANIFEST).exists():

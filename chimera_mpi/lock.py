@@ -30,8 +30,9 @@ class Lock:
                 raise
             if os.fstat(descriptor).st_nlink:
                 self._descriptor = descriptor
-                os.truncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
+                with suppress(OSError):  # a full disk keeps nobody from locking
+                    os.truncate(descriptor, 0)
+                    os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
             else:  # its owner removed it between our two calls
                 os.close(descriptor)
 

@@ -146,8 +146,8 @@ CONFIG=$RUN/plan.toml
 
 _TRAIN = """\
 # Slurm warns this shell alone. srun hands the signal to all ranks, which save and leave together with exit code 75.
-ranks='' asked=yes
-trap 'asked=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1 TERM
+ranks='' warned='' asked=yes
+trap 'warned=yes asked=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1 TERM
 "${launcher[@]}" chimera-mpi train "$CONFIG" log="$RUN/log.h5" checkpoint="$RUN/checkpoints" resume=auto \\
     time_limit=auto "${keys[@]}" "$@" &
 ranks=$!
@@ -158,6 +158,7 @@ while [ "$asked" ]; do  # a trap ends a wait
 done
 
 trap '' USR1 TERM
+case $warned$status in yes138 | yes143) status=75 ;; esac  # ranks that did not listen yet have died of it
 echo "$status" >"$RUN/status"
 if [ "$status" -eq 75 ]; then
     job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}

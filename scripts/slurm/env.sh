@@ -24,7 +24,7 @@ fi
 
 # The one launcher of a job, and the threads of each rank: by default the CPUs that it has of its node.
 if [ -n "${SLURM_JOB_ID:-}" ]; then
-    cpus_per_rank=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE))
+    cpus_per_rank=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:-1}))
     cpus_per_rank=$((cpus_per_rank > 0 ? cpus_per_rank : 1))
     export OMP_NUM_THREADS=${THREADS:-$cpus_per_rank}
     # shellcheck disable=SC2034  # the jobs use it

@@ -17,11 +17,25 @@ for word; do
     case $word in log=*) run=$(dirname "${word#log=}") ;; esac
 done
 echo "start ${SLURM_RESTART_COUNT:-0} rank $SLURM_PROCID threads $OMP_NUM_THREADS: $*" >>"$run/starts"
+
+# Wait until all ranks are here and deaf to the TERM by which the first that fails ends the others.
+meet() {
+    trap '' TERM
+    touch "$run/here-$SLURM_PROCID"
+    for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
+        until [ -e "$run/here-$rank" ]; do sleep 0.05; done
+    done
+}
+
 if [ -n "$FAIL" ] && [[ "$*" == *"$FAIL"* ]]; then
+    meet
     exit 1
 fi
 case $ACT in
-    exit*) $ACT ;;
+    exit*)
+        meet
+        $ACT
+        ;;
     wait)
         [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0
         trap 'sleep "0.$SLURM_PROCID"; exit 75' USR1 TERM

@@ -56,6 +56,10 @@ class Network:
     def namespace(self, node: str) -> str:
         return f"cm{self.tag}{node}"
 
+    def port(self, number: int) -> str:
+        """The bridge's end of a node's cable."""
+        return f"cm{self.tag}v{number}"
+
     def __enter__(self) -> Network:
         try:
             self._make()
@@ -65,7 +69,9 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for node in self.addresses:
+        for i, node in enumerate(self.addresses):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("link", "delete", self.port(i))  # with its namespace it would go some time later, and keep its name
             with contextlib.suppress(subprocess.CalledProcessError):
                 ip("netns", "delete", self.namespace(node))
         with contextlib.suppress(subprocess.CalledProcessError):
@@ -78,7 +84,7 @@ class Network:
         ip("address", "add", f"{self.head}/24", "dev", self.bridge)
         ip("link", "set", self.bridge, "up")
         for i, (node, address) in enumerate(self.addresses.items()):
-            space, port = self.namespace(node), f"cm{self.tag}v{i}"
+            space, port = self.namespace(node), self.port(i)
             ip("netns", "add", space)
             ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
             ip("link", "set", port, "master", self.bridge, "up")

@@ -23,6 +23,7 @@ FLOORS = [
     {"saving"},
     {"train", "report", "work"},
     {"prediction"},
+    {"survival"},
     {"commands", "trainer"},
     {"cli"},
     {"__main__", "__init__"},

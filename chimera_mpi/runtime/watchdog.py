@@ -63,15 +63,18 @@ class Watchdog:
         waits_for: Callable[[Op], str],
         limit_s: float | None = None,
         end: Callable[[str], None] | None = None,
+        lets_leave: bool = False,
     ):
         """Silence for `limit_s` is too long, by default a multiple of what `measured` is told. `waits_for` says what an
-        op waits for, from which ranks; `end` prints a text and ends all ranks. Collective."""
+        op waits for, from which ranks; `end` prints a text and ends all ranks. Whether one `lets_leave` others, because
+        MPI tells who waits for them. Collective."""
         self.here, self.waits_for, self.limit_s, self.end = here, waits_for, limit_s, end or _end_by(grid.world)
         self._is_auto, self._passes_s = limit_s is None, [0.0]
         self._main = threading.get_ident()
         self._silence = Silence()
-        self.world, self.patience = grid.world.Dup(), grid.node.patience
-        self._next = _Neighbour.of(self.world, grid)
+        self.world, self.patience = grid.world.Dup(), grid.patience
+        grid.others.append(self.world)
+        self._next = None if lets_leave else _Neighbour.of(self.world, grid)
         self._talks = self.world.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._question, self._sent = np.zeros(1, dtype=np.uint8), list[tuple[MPI.Request, NDArray[np.uint8]]]()
         self._asked = self._listen()
@@ -103,14 +106,17 @@ class Watchdog:
         self.world.Free()
 
     def stop(self) -> None:
-        """Watch no more; others may still do."""
+        """Watch no more; others may still do. A second time it does nothing."""
+        if self._closing.is_set():
+            return
         self._leaving.set()
         self._closing.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         if self._talks:
-            self._asked.Cancel()
-            self._asked.Wait()
+            with suppress(MPI.Exception):  # of one who has died
+                self._asked.Cancel()
+                self._asked.Wait()
         if self._next:
             self._next.close()
 
@@ -174,6 +180,10 @@ class Watchdog:
 
     def _answer(self) -> None:
         """Tell those who ask, who then see to the rest."""
+        with suppress(MPI.Exception):  # of one who has died
+            self._answer_all()
+
+    def _answer_all(self) -> None:
         if not self._talks:
             return
         status = MPI.Status()

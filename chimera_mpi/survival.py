@@ -1,0 +1,406 @@
+"""Go on in place when ranks die, as each stage of a bidirectional pipeline, or of several groups, is on several ranks.
+
+A run is over a communicator; here is the loop around it. When a rank dies those that are left find out together
+(`runtime.crew`), agree on the last step that is done, choose a layout that they can fill, hand each other the layers
+and the optimizer's state of them from memory, and begin a run over a new communicator at that step, with the same
+mini-batches, seeds and schedule of the learning rate.
+
+Why no weights of two steps ever mix. All messages of a step come before its update: a rank waits for the sums of all
+its gradients, then for the norm over all ranks, and then updates its weights without another message. On whichever
+rank the norm's all-reduce returns, every rank has entered it, hence has all its sums. So when a rank dies
+
+    in a forward, a backward or a sum of gradients   nobody has updated anything: the step is done anew
+    in the norm's all-reduce                         some may have the norm and have updated, and others not; these have
+                                                     their sums all the same, get the norm from one that has it, and
+                                                     update: the step is done. If nobody has it, it is done anew
+    after it: in the update, while messages leave,   the same: all who are left have the norm, or get it. The row of the
+    in the reports, a flush of the log               step's log follows from the norm too, on any rank
+    in an evaluation, a checkpoint                   the weights are not touched. It is done anew, by the new run; a
+                                                     checkpoint that is not whole has no name
+    while the others recover                         what the ranks held stays until all have agreed that the new run
+                                                     stands; they recover anew, from that
+    when all is done, before it is said              the run ends anew: there is nothing left to do but to say so
+
+One agreement closes each stretch, of a run or of a recovery, so that no rank takes it for done and another not. A
+step is never two apart on two ranks: no norm is known before all have entered its all-reduce.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from .checkpoint import Checkpoint, Draft, LayerFile
+from .config import Config, checked
+from .errors import InputError, RunFailed, refusing
+from .prediction import predict
+from .runlog import StepRow
+from .runtime.agreement import agree
+from .runtime.crew import Crew, Died
+from .runtime.grid import Comm, holders
+from .runtime.handover import Handover, missing, transfers
+from .runtime.state import LayerState
+from .runtime.worker import Judged
+from .schedule import Schedule
+from .stopping import AGAIN, End
+from .train import Begun, Job, Run, ordered, plan_job
+
+Layers = frozenset[int]
+SHAPES = ("pairs", "concat", "chunks", "waves")  # the schemes' own options, which may not fit another depth
+
+
+class Recovery(NamedTuple):
+    """What became of a run that a death has interrupted, for people and for the log."""
+
+    told: str  # who died, and what others were at
+    gone: tuple[int, ...]
+    done: int  # steps
+    began_s: float  # by time.monotonic
+    idle: int  # ranks that are left without a place
+    rows: tuple[StepRow, ...]  # of the last steps
+
+    @property
+    def attributes(self) -> dict[str, str | int | float]:
+        """As the log's next session has it."""
+        seconds = time.monotonic() - self.began_s
+        return {"death": self.told, "died": json.dumps(self.gone), "steps_done": self.done, "recovery_s": seconds}
+
+    def __str__(self) -> str:
+        idle = f", {self.idle} ranks stand by" if self.idle else ""
+        return f"{self.told}: goes on after {self.done} steps, {time.monotonic() - self.began_s:.2f} s later{idle}"
+
+
+Launch = Callable[[Comm, Job, Checkpoint | Begun | None, Recovery | None], Run]
+
+
+class Standing(NamedTuple):
+    """What a rank that is left has, in a run that was interrupted, or none of it where it stood by."""
+
+    seat: int | None = None
+    done: int = -1
+    judged: Judged | None = None
+    layers: Layers = frozenset()
+    loss_scale: tuple[float, int] | None = None
+    room_bytes: float = 0.0  # for what it will hold beside this
+    saw: str = ""  # what it was at, if it was waiting for the dead; others only heard of it
+    saved: tuple[int, Path | None] = (-1, None)  # the last checkpoint, and the steps in it
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """The last step that it has judged, and how many are done."""
+        return self.judged.step if self.judged else -1, self.done
+
+
+class Left(NamedTuple):
+    """How those stand who are left, in the order of their ranks."""
+
+    standings: tuple[Standing, ...]
+    gone: tuple[int, ...]  # as ranks were numbered when the job began
+
+    @property
+    def ahead(self) -> int:
+        """Who has got furthest; the others have, or can make, all that he has."""
+        return max(range(len(self.standings)), key=lambda rank: self.standings[rank].reached)
+
+    @property
+    def first(self) -> int:
+        """Who had the first seat of those that are left."""
+        seats_of = [(standing.seat is None, standing.seat) for standing in self.standings]
+        return seats_of.index(min(seats_of))
+
+    @property
+    def last(self) -> Judged | None:
+        """The last step that anybody has judged."""
+        return self.standings[self.ahead].judged
+
+    @property
+    def done(self) -> int:
+        return self.standings[self.ahead].done
+
+    @property
+    def saved(self) -> tuple[int, Path | None]:
+        return max((standing.saved for standing in self.standings), key=lambda saved: saved[0])
+
+    @property
+    def told(self) -> str:
+        saw = next((standing.saw for standing in self.standings if standing.saw), "")
+        return f"rank{'s' * (len(self.gone) > 1)} {', '.join(map(str, self.gone))} died{saw and f' ({saw})'}"
+
+
+# ---- what follows from how the ranks stand
+
+
+def check_survivable(job: Job) -> None:
+    """Raises InputError if a stage would die with a rank."""
+    for stage in range(job.plan.schedule.stages):
+        workers = holders(job.plan.schedule, [stage])
+        if len(workers) * job.width == 1:
+            depth, scheme = job.config.depth, job.config.scheme
+            raise InputError(
+                f"survive=replicas needs each stage on two ranks, and {scheme} with depth={depth} on {depth} ranks has "
+                f"stage {stage} on one: start {2 * depth} ranks, or take scheme=chimera"
+            )
+
+
+def is_behind(standing: Standing, last: Judged) -> bool:
+    """Whether a rank has yet to make the update of the `last` step that others have judged."""
+    return standing.seat is not None and (standing.judged is None or standing.judged.step < last.step)
+
+
+def layers_of(schedule: Schedule, cuts: Sequence[range], worker: int) -> Layers:
+    return frozenset(index for _, stage in schedule.places(worker) for index in cuts[stage])
+
+
+def seats(standings: Sequence[Standing], wanted: Sequence[Layers]) -> list[int]:
+    """Who takes which seat of a new run, to which `wanted` layers belong: who had it keeps it, or else one who has most
+    of its layers. Who had the first, with the log, keeps that in any case."""
+    free = set(range(len(standings)))
+    taken: dict[int, int] = {}
+
+    def take(seat: int, rank: int) -> None:
+        taken[seat] = rank
+        free.remove(rank)
+
+    for rank, standing in enumerate(standings):
+        seat = standing.seat
+        if seat is not None and seat < len(wanted) and (seat == 0 or wanted[seat] <= standing.layers):
+            take(seat, rank)
+    for seat, layers in enumerate(wanted):
+        if seat not in taken:
+            take(seat, max(free, key=lambda rank: (len(layers & standings[rank].layers), -rank)))
+    return [taken[seat] for seat in range(len(wanted))]
+
+
+def layouts(job: Job, ranks: int) -> Iterator[Job]:
+    """What a job may become on `ranks` ranks, the most alike first: its pipeline in fewer groups, then shallower ones,
+    then those of the scheme to fall back on. The mini-batch is the same, and its micro-batches are where the groups
+    share them out evenly."""
+    for scheme in dict.fromkeys(filter(None, (job.config.scheme, job.config.survive_scheme))):
+        for depth in range(min(job.config.depth, ranks), 0, -1):
+            width = min(ranks // depth, job.width) if depth == job.config.depth else ranks // depth
+            with suppress(InputError):
+                yield _became(job, scheme, depth, width)
+
+
+def _became(job: Job, scheme: str, depth: int, width: int) -> Job:
+    """Raises InputError if there is no such job."""
+    config, samples = job.config, sum(job.sizes)
+    factor = job.plan.micro_batches // config.micro_batches  # halves, and passes that add up
+    micro_batches = max(1, min(-(-config.micro_batches * job.width // width), samples // (width * factor)))
+    changes: dict[str, object] = {"depth": depth, "micro_batches": micro_batches, "mini_batch_size": samples}
+    if (scheme, depth) == (config.scheme, config.depth):
+        same = plan_job(_changed(config, **changes), width * depth)
+        plan = ordered(same.config, same.plan, job.costs)
+        return replace(job, config=same.config, width=width, plan=plan, sizes=same.sizes)
+    if config.partition == "measured" or isinstance(config.partition, tuple):
+        changes["partition"] = "flops"
+    return plan_job(_changed(config, scheme=scheme, **dict.fromkeys(SHAPES), **changes), width * depth)
+
+
+def _changed(config: Config, **changes: object) -> Config:
+    asked = {key: getattr(config, key) for key in config.model_fields_set - {"micro_batch_size"}}
+    return checked({**asked, **changes})
+
+
+def fits(job: Job, room_bytes: float) -> bool:
+    """Whether the fullest rank finds room, as far as what it will hold can be told."""
+    prediction = predict(job, "cpu")
+    return prediction is None or max(memory.total_bytes for memory in prediction.memory) <= room_bytes
+
+
+# ---- the loop
+
+
+@dataclass
+class Survival:
+    """The runs of a job, one after the other, as ranks die. All ranks of the crew have one, with the same job.
+
+    `launch` begins a run over a communicator, and does what its first rank has to do beside it; it knows no more of
+    the runs before than what it is given.
+    """
+
+    crew: Crew
+    job: Job  # as it was asked for
+    launch: Launch
+    resumed: Checkpoint | None
+    room_bytes: Callable[[], float]  # for what this rank would hold, beside what it holds
+    run: Run | None = None  # the last one that stood, on those who have a place in it
+
+    def __post_init__(self) -> None:
+        self._built: Run | None = None  # one that does not stand yet, and what it is made of
+        self._comm: Comm | None = None
+        self._handover: Handover | None = None
+        self._saw, self._speaker = "", 0
+
+    def until_the_end(self) -> End:
+        """How the last run ended. Raises RunFailed on all ranks."""
+        begin: Callable[[], End | None] = self._first
+        gone: tuple[int, ...] = ()
+        began_s = 0.0
+        while True:
+            try:
+                if end := self.crew.attempt(begin, self._give_up):
+                    return end
+                self.run, self._built, gone = self._built, None, ()
+                gc.collect()  # what the run before held
+                ended = self.crew.attempt(self._sail, self._abandon)
+                code = self.crew.agree(_coded(ended)) >> 2
+                return ended or End("", code)
+            except Died as died:
+                began_s = began_s if gone else time.monotonic()
+                self._saw = died.where if died.saw_it else ""
+                gone += self.crew.shrink()
+                begin = partial(self._go_on, gone, began_s)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it is for this rank to say how it ended: of the last run's ranks the first that lives."""
+        return self.crew.comm.rank == self._speaker
+
+    def _first(self) -> None:
+        self._begin(self.job, range(self.job.width * self.job.plan.schedule.depth), self.resumed)
+
+    def _begin(
+        self, job: Job, seats: Sequence[int], begun: Checkpoint | Begun | None, recovery: Recovery | None = None
+    ) -> None:
+        """Build a run over those who have a seat. Collective over the crew."""
+        self._comm = self.crew.seated(seats)
+        if self._comm is not None:
+            with _failing() if recovery else nullcontext():
+                self._built = self.launch(self._comm, job, begun, recovery)
+
+    def _sail(self) -> End | None:
+        return self.run.run() if self.run else None
+
+    def _abandon(self) -> None:
+        if self.run:
+            self.run.abandon()
+
+    def _give_up(self) -> None:
+        """Let go of what was begun over ranks of which one has died since."""
+        built, self._built = self._built, None
+        if self._comm is not None:
+            self._comm.Revoke()
+        if built:
+            built.abandon()
+        if self._handover:
+            self._handover.abandon()
+
+    def _go_on(self, gone: tuple[int, ...], began_s: float) -> End | None:
+        """Build the run that goes on without the ranks that are `gone`; or how it ends here. Collective."""
+        with self.crew.limited("a recovery"):
+            mine = self._standing()
+            left = Left(tuple(self.crew.comm.allgather(mine)), gone)
+            self._speaker = left.first
+            if left.last and is_behind(mine, left.last):
+                self._own.pipeline.worker.finish(left.last)
+            if lost := missing([standing.layers for standing in left.standings], len(self.job.task.model.layers)):
+                return self._lost(left, lost)
+            room_bytes = min(standing.room_bytes for standing in left.standings)
+            jobs = layouts(self.job, len(left.standings))
+            job = next((job for job in jobs if fits(job, room_bytes)), None)
+            if job is None:
+                return self._save(left)
+            self._hand_over(left, job, began_s)
+            return None
+
+    @property
+    def _own(self) -> Run:
+        assert self.run is not None
+        return self.run
+
+    def _standing(self) -> Standing:
+        room_bytes, saw = self.room_bytes(), self._saw
+        if self.run is None:
+            return Standing(room_bytes=room_bytes, saw=saw)
+        pipeline, scale, saver = self.run.pipeline, self.run.pipeline.loss_scale, self.run.saver
+        return Standing(
+            seat=self.run.grid.world.rank,
+            done=self.run.done,
+            judged=pipeline.worker.judged,
+            layers=frozenset(pipeline.held_layers),
+            loss_scale=(scale.value, scale.steps) if scale else None,
+            room_bytes=room_bytes,
+            saw=saw,
+            saved=(saver.newest_step, saver.newest) if saver else (-1, None),
+        )
+
+    def _hand_over(self, left: Left, job: Job, began_s: float) -> None:
+        """Begin a run of this job on those who are left, and send each what he lacks."""
+        comm, schedule, standings = self.crew.comm, job.plan.schedule, left.standings
+        wanted = [layers_of(schedule, job.cuts, worker) for worker in range(schedule.depth)] * job.width
+        taken = seats(standings, wanted)
+        self._speaker = taken[0]
+        wants = [wanted[taken.index(rank)] if rank in taken else Layers() for rank in range(len(standings))]
+        handover = self._handover = Handover(comm, self.crew.patience, job.config.message_limit_bytes)
+        givers: dict[int, int] = {}
+        for layer, giver, taker in transfers([standing.layers for standing in standings], wants):
+            if giver == comm.rank:
+                handover.give(layer, self._own.pipeline.state_of(layer), taker)
+            if taker == comm.rank:
+                givers[layer] = giver
+
+        def read(layer: int) -> LayerState:
+            return handover.take(layer, givers[layer]) if layer in givers else self._own.pipeline.state_of(layer)
+
+        rows = comm.bcast(self._own.last_rows() if comm.rank == left.ahead else None, left.ahead)
+        saved, path = left.saved
+        begun = Begun(left.done, read, standings[left.ahead].loss_scale, path, saved)
+        idle = len(standings) - len(taken)
+        self._begin(job, taken, begun, Recovery(left.told, left.gone, left.done, began_s, idle, tuple(rows)))
+        handover.finish()
+
+    def _lost(self, left: Left, layers: Sequence[int]) -> End:
+        """Some layers died with the last who had them."""
+        saved, path = left.saved
+        many = f"layers {layers[0]} to {layers[-1]} are" if len(layers) > 1 else f"layer {layers[0]} is"
+        why = f"{left.told}, and {many} on none of those that are left: stopped after {left.done} steps"
+        if path is None:
+            return End(f"{why}, nothing is saved: next time give checkpoint=FOLDER", 1)
+        return End(f"{why}, the last checkpoint is {path}, of {saved} steps: go on by resume=auto", AGAIN)
+
+    def _save(self, left: Left) -> End:
+        """Write a checkpoint of what is whole, where those who are left have no layout. Collective."""
+        folder, standings = self.job.config.checkpoint, left.standings
+        why = f"{left.told}, and for {len(standings)} there is no layout that fits: stopped after {left.done} steps"
+        if folder is None:
+            return End(f"{why}, nothing is saved: next time give checkpoint=FOLDER", 1)
+        draft, comm = Draft(folder, left.done), self.crew.comm
+        writers = {layer: rank for rank in reversed(range(len(standings))) for layer in standings[rank].layers}
+
+        def write() -> dict[int, LayerFile]:
+            with refusing(f"{draft.path} cannot be written"):
+                own = (layer for layer, rank in writers.items() if rank == comm.rank)
+                return {layer: draft.write(layer, self._own.pipeline.state_of(layer)) for layer in own}
+
+        def commit(files: Mapping[int, LayerFile]) -> None:
+            with refusing(f"{draft.path} cannot be written"):
+                if comm.rank == left.ahead:
+                    keep = self.job.config.checkpoint_keep
+                    draft.commit(files, self._own.facts(left.done), keep, left.saved[0])
+
+        with _failing():
+            everyone = comm.allgather(agree(comm, write))
+            agree(comm, lambda: commit({layer: file for of_rank in everyone for layer, file in of_rank.items()}))
+        return End(f"{why}, saved in {folder}: go on by resume=auto", AGAIN)
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """What would be a user's mistake at the start of a job ends it later on."""
+    try:
+        yield
+    except InputError as error:
+        raise RunFailed(str(error), on_all=True) from None
+
+
+def _coded(end: End | None) -> int:
+    """An exit code beside the bits that say that all is well; without one, what leaves those of others as they are."""
+    return -1 if end is None else end.code << 2 | 3

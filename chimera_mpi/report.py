@@ -78,6 +78,7 @@ def summary(run: Run) -> list[str]:
         f"steps       {steps['step'][-1] + 1} of {_steps_asked(run)} in {_clock(float(steps['seconds'].sum()))}",
         f"loss        {steps['loss'][-1]:.4f}",
         *_validation(run),
+        *deaths(run),
         *_throughput(run),
         *_predicted_step(run),
     ]
@@ -98,6 +99,16 @@ def _validation(run: Run) -> list[str]:
         return [f"validation  {losses[-1]:.4f}, nats per sample: of a masked token and of the next sentence"]
     entropy = run.attributes["unigram_entropy_nats"]
     return [f"validation  {losses[-1]:.4f} (unigram entropy of the corpus: {entropy:.4f}), nats per token"]
+
+
+def deaths(run: Run) -> list[str]:
+    """A line for each time that ranks died and the others went on."""
+    survived = (session for session in run.sessions if "death" in session.attributes)
+    return [
+        f"survived    {session.attributes['death']}; after {session.attributes['steps_done']} steps {session.ranks} ranks "
+        f"went on, {session.attributes['recovery_s']:.2f} s later"
+        for session in survived
+    ]
 
 
 def _median(run: Run, name: str) -> float:

@@ -73,7 +73,7 @@ class Recovery(NamedTuple):
         return {"death": self.told, "died": json.dumps(self.gone), "steps_done": self.done, "recovery_s": seconds}
 
     def __str__(self) -> str:
-        idle = f", {self.idle} ranks stand by" if self.idle else ""
+        idle = f", {self.idle} stand{'s' * (self.idle == 1)} by" if self.idle else ""
         return f"{self.told}: goes on after {self.done} steps, {time.monotonic() - self.began_s:.2f} s later{idle}"
 
 
@@ -255,7 +255,7 @@ class Survival:
                 return ended or End("", code)
             except Died as died:
                 began_s = began_s if gone else time.monotonic()
-                self._saw = died.where if died.saw_it else ""
+                self._saw = self._at(died.where) if died.saw_it else ""
                 gone += self.crew.shrink()
                 begin = partial(self._go_on, gone, began_s)
 
@@ -275,6 +275,10 @@ class Survival:
         if self._comm is not None:
             with _failing() if recovery else nullcontext():
                 self._built = self.launch(self._comm, job, begun, recovery)
+
+    def _at(self, op: str) -> str:
+        """What this rank was at when it learned of a death: an op, or what it had an excuse for."""
+        return op or (self.run and self.run.here.excuse) or ("between two steps" if self.run else "")
 
     def _sail(self) -> End | None:
         return self.run.run() if self.run else None

@@ -35,7 +35,7 @@ def shown():
 
 def jobs():
     """The words of every `train` that is to be started on several ranks, and on how many."""
-    pattern = re.compile(r"mpirun(?: --?[\w-]+(?: none)?)*? -n (\d+) chimera-mpi train ([^\n`#]+)")
+    pattern = re.compile(r"mpirun(?: --?[\w-]+(?: none| ulfm)?)*? -n (\d+) chimera-mpi train ([^\n`#]+)")
     return [
         pytest.param(int(ranks), words, id=f"{page.name}: {words.strip()}")
         for page in PAGES

@@ -28,3 +28,10 @@ def test_the_steps_that_are_asked_for_are_those_of_the_last_session() -> None:
     first, second = ({"config": json.dumps({"model": "gpt", "steps": steps})} for steps in (4, 6))
     sessions = [SimpleNamespace(first_step=0, attributes=of) for of in (first, second)]
     assert report._steps_asked(SimpleNamespace(sessions=sessions)) == 6
+
+
+def test_a_line_for_each_death_that_was_survived() -> None:
+    death = {"death": "rank 3 died (op 1F1@1)", "steps_done": 13, "recovery_s": 0.7912}
+    sessions = [SimpleNamespace(attributes={}, ranks=4), SimpleNamespace(attributes=death, ranks=2)]
+    told = "survived    rank 3 died (op 1F1@1); after 13 steps 2 ranks went on, 0.79 s later"
+    assert report.deaths(SimpleNamespace(sessions=sessions)) == [told]

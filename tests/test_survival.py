@@ -157,5 +157,5 @@ def test_a_stage_on_one_rank_is_refused():
 def test_an_mpi_that_does_not_tell_of_deaths_is_refused():
     enabled = {"OMPI_MCA_mpi_ft_enable": "1"}
     assert not why_not("Open MPI v5.0.11, package: ...", enabled)
-    assert "MPICH Version:" in why_not("MPICH Version:      5.0.1", enabled)
+    assert "and MPICH does not: start it by `mpirun --with-ft ulfm`" in why_not("MPICH Version:      5.0.1", enabled)
     assert "--with-ft ulfm" in why_not("Open MPI v5.0.11, package: ...", {})

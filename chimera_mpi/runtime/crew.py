@@ -32,8 +32,8 @@ REMEDY = "start it by `mpirun --with-ft ulfm` of Open MPI 5, or set survive=none
 
 def why_not(library: str, environ: Mapping[str, str]) -> str:
     """Why ranks cannot outlive others under this MPI `library`, started with this environment; nothing if they can."""
-    name = " ".join(library.split()[:2])
     if "Open MPI" not in library:
+        name = library.split()[0]
         return f"survive=replicas needs an MPI that tells who has died (ULFM), and {name} does not: {REMEDY}"
     if environ.get("OMPI_MCA_mpi_ft_enable", "").lower() not in ("1", "true"):
         return f"survive=replicas needs ULFM, and this job was started without it: {REMEDY}"

@@ -124,12 +124,10 @@ class Whereabouts:
 
     @contextmanager
     def excused(self, what: str) -> Iterator[None]:
-        """Around what may take as long as it takes."""
+        """Around what may take as long as it takes. What fails in it leaves word of where that was."""
         before, self.excuse = self.excuse, what
-        try:
-            yield
-        finally:
-            self.excuse = before
+        yield
+        self.excuse = before
 
 
 def interpret(

@@ -103,11 +103,10 @@ def _validation(run: Run) -> list[str]:
 
 def deaths(run: Run) -> list[str]:
     """A line for each time that ranks died and the others went on."""
-    survived = (session for session in run.sessions if "death" in session.attributes)
+    survived = ((s.attributes, s.ranks) for s in run.sessions if "death" in s.attributes)
     return [
-        f"survived    {session.attributes['death']}; after {session.attributes['steps_done']} steps {session.ranks} ranks "
-        f"went on, {session.attributes['recovery_s']:.2f} s later"
-        for session in survived
+        f"survived    {of['death']}; after {of['steps_done']} steps {ranks} ranks went on in {of['recovery_s']:.2f} s"
+        for of, ranks in survived
     ]
 
 

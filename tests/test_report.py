@@ -33,5 +33,5 @@ def test_the_steps_that_are_asked_for_are_those_of_the_last_session() -> None:
 def test_a_line_for_each_death_that_was_survived() -> None:
     death = {"death": "rank 3 died (op 1F1@1)", "steps_done": 13, "recovery_s": 0.7912}
     sessions = [SimpleNamespace(attributes={}, ranks=4), SimpleNamespace(attributes=death, ranks=2)]
-    told = "survived    rank 3 died (op 1F1@1); after 13 steps 2 ranks went on, 0.79 s later"
+    told = "survived    rank 3 died (op 1F1@1); after 13 steps 2 ranks went on in 0.79 s"
     assert report.deaths(SimpleNamespace(sessions=sessions)) == [told]

@@ -48,14 +48,14 @@ def launch(losses, comm, job, begun, recovery):
     return Run(comm, job, CORPUS, CORPUS, tell=tell, resumed=begun)
 
 
-def begun_on(comm, job, losses):
+def begun_on(comm, job, losses, steps):
     """A run of which some steps are done, on the ranks that have a seat in it."""
     seats = job.width * job.plan.schedule.depth
     part = comm.Split(int(comm.rank >= seats), comm.rank)
     if comm.rank >= seats:
         return None
     run = launch(losses, part, job, None, None)
-    for step in range(STOP):
+    for step in range(steps):
         run._advance(range(step, step + 1))
     return run
 
@@ -86,27 +86,26 @@ def finished(run, losses):
     return losses, run.pipeline.layers()
 
 
-CASES = {  # the ranks that stay
-    "fewer groups": ({"scheme": "chimera", "depth": 2}, (0, 2, 3)),
-    "the first leaves": ({"scheme": "chimera", "depth": 2}, (1, 2, 3)),
-    "two leave": ({"scheme": "1f1b", "depth": 1}, (1, 3)),
-    "shallower": ({"scheme": "chimera", "depth": 4}, (0, 1, 3)),
-    "spare ranks": ({"scheme": "chimera", "depth": 2, "spares": 2}, (0, 2, 3)),
-    "some are behind": ({"scheme": "chimera", "depth": 2}, (0, 2, 3)),
+CHIMERA = {"scheme": "chimera", "depth": 2}
+CASES = {  # the ranks that stay, and how many stood by
+    "fewer groups": (CHIMERA, (0, 2, 3), 0),
+    "the first leaves": (CHIMERA, (1, 2, 3), 0),
+    "two leave": ({"scheme": "1f1b", "depth": 1}, (1, 3), 0),
+    "shallower": ({"scheme": "chimera", "depth": 4}, (0, 1, 3), 0),
+    "spare ranks": (CHIMERA, (0, 2, 3), 2),
+    "some are behind": (CHIMERA, (0, 2, 3), 0),
 }
 
 
 @pytest.mark.mpi(4)
 @pytest.mark.parametrize("name", CASES)
 def test_those_who_stay_go_on_as_if_nothing_had_been(comm, name):
-    asked, stays = CASES[name]
-    spares = {**asked}.pop("spares", 0)
-    job = plan_job(Config(**{**ASKED, **{k: v for k, v in asked.items() if k != "spares"}}), comm.size - spares)
+    asked, stays, spares = CASES[name]
+    job = plan_job(Config(**{**ASKED, **asked}), comm.size - spares)
     losses, expected = {}, {}
-    undisturbed = begun_on(comm, job, expected)
-    whole = finished(undisturbed, expected) if undisturbed else None
-    whole = comm.bcast(whole, root=0)
-    run = begun_on(comm, job, losses)
+    undisturbed = begun_on(comm, job, expected, steps=0)
+    whole = comm.bcast(finished(undisturbed, expected) if undisturbed else None)
+    run = begun_on(comm, job, losses, steps=STOP)
     if name == "some are behind":
         take_a_step(run, is_behind=comm.rank in (0, 3))
     left = comm.Split(int(comm.rank not in stays), comm.rank)
@@ -124,7 +123,7 @@ def compare(found, whole, to_the_bit):
         return
     rtol = 0 if to_the_bit else 1e-10
     assert STEPS - 1 in losses
-    assert np.allclose([losses[s] for s in losses], [expected[s] for s in losses], rtol=rtol, atol=0)
+    assert np.allclose([losses[step] for step in losses], [expected[step] for step in losses], rtol=rtol, atol=0)
     for layer, other in zip(layers, wanted, strict=True):
         assert all(torch.allclose(layer[name], other[name], rtol=rtol, atol=rtol * 1e-3) for name in other)
 

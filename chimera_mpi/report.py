@@ -102,12 +102,16 @@ def _validation(run: Run) -> list[str]:
 
 
 def deaths(run: Run) -> list[str]:
-    """A line for each time that ranks died and the others went on."""
-    survived = ((s.attributes, s.ranks) for s in run.sessions if "death" in s.attributes)
-    return [
-        f"survived    {of['death']}; after {of['steps_done']} steps {ranks} ranks went on in {of['recovery_s']:.2f} s"
-        for of, ranks in survived
-    ]
+    """A line for each time that ranks died, and whether the others went on."""
+    lines = []
+    for session in run.sessions:
+        of = session.attributes
+        if "recovery_s" in of:
+            went_on = f"{session.ranks} rank{'s' * (session.ranks > 1)} went on in {of['recovery_s']:.2f} s"
+            lines.append(f"survived    {of['death']}; after {of['steps_done']} steps {went_on}")
+        elif "death" in of:
+            lines.append(f"ended       {of['death']}; after {of['steps_done']} steps nobody could go on")
+    return lines
 
 
 def _median(run: Run, name: str) -> float:

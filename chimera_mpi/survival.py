@@ -63,14 +63,15 @@ class Recovery(NamedTuple):
     gone: tuple[int, ...]
     done: int  # steps
     began_s: float  # by time.monotonic
-    idle: int  # ranks that are left without a place
-    rows: tuple[StepRow, ...]  # of the last steps
+    idle: int = 0  # ranks that are left without a place
+    rows: tuple[StepRow, ...] = ()  # of the last steps
+    ends: bool = False  # whether nobody goes on
 
     @property
     def attributes(self) -> dict[str, str | int | float]:
         """As the log's next session has it."""
-        seconds = time.monotonic() - self.began_s
-        return {"death": self.told, "died": json.dumps(self.gone), "steps_done": self.done, "recovery_s": seconds}
+        took = {} if self.ends else {"recovery_s": time.monotonic() - self.began_s}
+        return {"death": self.told, "died": json.dumps(self.gone), "steps_done": self.done, **took}
 
     def __str__(self) -> str:
         idle = f", {self.idle} stand{'s' * (self.idle == 1)} by" if self.idle else ""
@@ -222,13 +223,14 @@ def fits(job: Job, room_bytes: float) -> bool:
 class Survival:
     """The runs of a job, one after the other, as ranks die. All ranks of the crew have one, with the same job.
 
-    `launch` begins a run over a communicator, and does what its first rank has to do beside it; it knows no more of
-    the runs before than what it is given.
+    `launch` begins a run over a communicator, and does what its first rank has to do beside it; `note` writes down what
+    has become of one that none follows.
     """
 
     crew: Crew
     job: Job  # as it was asked for
     launch: Launch
+    note: Callable[[Job, int, Recovery], None]
     resumed: Checkpoint | None
     room_bytes: Callable[[], float]  # for what this rank would hold, beside what it holds
     run: Run | None = None  # the last one that stood, on those who have a place in it
@@ -277,8 +279,9 @@ class Survival:
                 self._built = self.launch(self._comm, job, begun, recovery)
 
     def _at(self, op: str) -> str:
-        """What this rank was at when it learned of a death: an op, or what it had an excuse for."""
-        return op or (self.run and self.run.here.excuse) or ("between two steps" if self.run else "")
+        """What this rank was at when it learned of a death: an op, or what it had an excuse for, or both."""
+        excuse = self.run.here.excuse if self.run else ""
+        return " of ".join(filter(None, (op, excuse))) or "between two steps"
 
     def _sail(self) -> End | None:
         return self.run.run() if self.run else None
@@ -305,15 +308,25 @@ class Survival:
             self._speaker = left.first
             if left.last and is_behind(mine, left.last):
                 self._own.pipeline.worker.finish(left.last)
-            if lost := missing([standing.layers for standing in left.standings], len(self.job.task.model.layers)):
-                return self._lost(left, lost)
-            room_bytes = min(standing.room_bytes for standing in left.standings)
-            jobs = layouts(self.job, len(left.standings))
-            job = next((job for job in jobs if fits(job, room_bytes)), None)
-            if job is None:
-                return self._save(left)
-            self._hand_over(left, job, began_s)
-            return None
+            rows = self.crew.comm.bcast(self.run and self.run.last_rows(), left.ahead)
+            recovery = Recovery(left.told, left.gone, left.done, began_s, rows=tuple(rows or ()))
+            lost = missing([standing.layers for standing in left.standings], len(self.job.task.model.layers))
+            job = None if lost else self._next_job(left)
+            if job is not None:
+                self._hand_over(left, job, recovery)
+                return None
+            with _failing():
+                agree(self.crew.comm, lambda: self._note(left, recovery._replace(ends=True)))
+            return self._lost(left, lost) if lost else self._save(left)
+
+    def _next_job(self, left: Left) -> Job | None:
+        """The layout most like that of the job that those who are left can fill."""
+        room_bytes = min(standing.room_bytes for standing in left.standings)
+        return next((job for job in layouts(self.job, len(left.standings)) if fits(job, room_bytes)), None)
+
+    def _note(self, left: Left, recovery: Recovery) -> None:
+        if self.crew.comm.rank == left.first:
+            self.note(self.job, len(left.standings), recovery)
 
     @property
     def _own(self) -> Run:
@@ -336,7 +349,7 @@ class Survival:
             saved=(saver.newest_step, saver.newest) if saver else (-1, None),
         )
 
-    def _hand_over(self, left: Left, job: Job, began_s: float) -> None:
+    def _hand_over(self, left: Left, job: Job, recovery: Recovery) -> None:
         """Begin a run of this job on those who are left, and send each what he lacks."""
         comm, schedule, standings = self.crew.comm, job.plan.schedule, left.standings
         wanted = [layers_of(schedule, job.cuts, worker) for worker in range(schedule.depth)] * job.width
@@ -354,11 +367,9 @@ class Survival:
         def read(layer: int) -> LayerState:
             return handover.take(layer, givers[layer]) if layer in givers else self._own.pipeline.state_of(layer)
 
-        rows = comm.bcast(self._own.last_rows() if comm.rank == left.ahead else None, left.ahead)
         saved, path = left.saved
         begun = Begun(left.done, read, standings[left.ahead].loss_scale, path, saved)
-        idle = len(standings) - len(taken)
-        self._begin(job, taken, begun, Recovery(left.told, left.gone, left.done, began_s, idle, tuple(rows)))
+        self._begin(job, taken, begun, recovery._replace(idle=len(standings) - len(taken)))
         handover.finish()
 
     def _lost(self, left: Left, layers: Sequence[int]) -> End:

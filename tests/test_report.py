@@ -32,6 +32,9 @@ def test_the_steps_that_are_asked_for_are_those_of_the_last_session() -> None:
 
 def test_a_line_for_each_death_that_was_survived() -> None:
     death = {"death": "rank 3 died (op 1F1@1)", "steps_done": 13, "recovery_s": 0.7912}
-    sessions = [SimpleNamespace(attributes={}, ranks=4), SimpleNamespace(attributes=death, ranks=2)]
-    told = "survived    rank 3 died (op 1F1@1); after 13 steps 2 ranks went on in 0.79 s"
-    assert report.deaths(SimpleNamespace(sessions=sessions)) == [told]
+    last = {"death": "rank 0 died", "steps_done": 15}
+    sessions = [SimpleNamespace(attributes=of, ranks=ranks) for of, ranks in (({}, 4), (death, 2), (last, 1))]
+    assert report.deaths(SimpleNamespace(sessions=sessions)) == [
+        "survived    rank 3 died (op 1F1@1); after 13 steps 2 ranks went on in 0.79 s",
+        "ended       rank 0 died; after 15 steps nobody could go on",
+    ]

@@ -113,7 +113,8 @@ def _survive(world: Any, job: Job, asked: _Asked, desk: _Desk) -> NoReturn:
     limit_s = job.config.watchdog_s if isinstance(job.config.watchdog_s, float) else HANG_S
     crew = Crew(world, asked.node.patience, limit_s)
     machine_bytes = world.bcast(asked.machine.memory_bytes if asked.machine else math.inf)
-    survival = Survival(crew, job, desk.begin, asked.resumed, partial(_room_bytes, asked, machine_bytes))
+    room_bytes = partial(_room_bytes, asked, machine_bytes)
+    survival = Survival(crew, job, desk.begin, desk.note, asked.resumed, room_bytes)
     try:
         end = survival.until_the_end()
     except RunFailed as error:
@@ -288,7 +289,8 @@ class _Desk:
         run = Run(comm, job, asked.corpus, asked.validation, self.log, tell, asked.staging, begun, self.stops)
         if recovery:
             self._path = next(filter(None, comm.allgather(self._path)), None)
-            agree(comm, on_first(lambda: self._go_on(run, recovery, prediction)))
+            agree(comm, on_first(lambda: self.note(job, comm.size, recovery, prediction)))
+            run.log = self.log
         elif job.config.survive:
             self._path = comm.bcast(self.log.path if self.log else None)
         if comm.rank == 0:
@@ -333,14 +335,13 @@ class _Desk:
             log = create(path) if path else _created_anywhere(create, config.scheme)
         self._keep(log, prediction)
 
-    def _go_on(self, run: Run, recovery: Recovery, prediction: Prediction | None) -> None:
-        """Another session of the log, also where its writer died, with the rows that it owes."""
+    def note(self, job: Job, ranks: int, recovery: Recovery, prediction: Prediction | None = None) -> None:
+        """Begin another session of the log, also where its writer died, with rows that it lacks. Raises InputError."""
         import numpy as np
 
         from ..runlog import WORKERS, RunLog, locks_wanted
 
-        ranks = run.grid.world.size
-        attributes = {**self._attributes(run.job, ranks, prediction), **recovery.attributes}
+        attributes = {**self._attributes(job, ranks, prediction), **recovery.attributes}
         if self.log is not None:
             self.log.go_on(recovery.told, attributes, ranks)
         elif self._path is not None:
@@ -349,7 +350,6 @@ class _Desk:
             for row in recovery.rows:
                 self.log.step(row, np.full((ranks, len(WORKERS)), np.nan))
             self.log.flush()
-        run.log = self.log
 
     def _keep(self, log: RunLog, prediction: Prediction | None) -> None:
         self.log = self.stack.enter_context(log)
@@ -455,7 +455,7 @@ def _facts(world: Any, threads: int, asked: _Asked) -> dict[str, Any]:
         "slurm": json.dumps(slurm),
         "threads": threads,
         "devices": asked.devices,
-        "held_before_bytes": json.dumps(world.allgather(held_bytes(device))),
+        "held_before_bytes": json.dumps(world.allgather(held_bytes(device))[: world.size - asked.job.config.spares]),
         "memory_measured": "process" if device.type == "cpu" else "device",
     }
 

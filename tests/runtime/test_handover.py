@@ -110,7 +110,8 @@ def test_those_who_stay_go_on_as_if_nothing_had_been(comm, name):
         take_a_step(run, is_behind=comm.rank in (0, 3))
     left = comm.Split(int(comm.rank not in stays), comm.rank)
     if comm.rank in stays:
-        survival = Survival(Crew(left), job, partial(launch, losses), None, room_bytes=lambda: 1e9, run=run)
+        begin = partial(launch, losses)
+        survival = Survival(Crew(left), job, begin, note=print, resumed=None, room_bytes=lambda: 1e9, run=run)
         gone = tuple(set(range(comm.size)) - set(stays))
         assert survival._go_on(gone, time.monotonic()) is None
         if survival._built is not None:

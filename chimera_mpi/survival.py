@@ -258,7 +258,7 @@ class Survival:
             except Died as died:
                 began_s = began_s if gone else time.monotonic()
                 self._saw = self._at(died.where) if died.saw_it else ""
-                gone += self.crew.shrink()
+                gone = tuple(sorted((*gone, *self.crew.shrink())))
                 begin = partial(self._go_on, gone, began_s)
 
     @property
@@ -375,7 +375,9 @@ class Survival:
     def _lost(self, left: Left, layers: Sequence[int]) -> End:
         """Some layers died with the last who had them."""
         saved, path = left.saved
-        many = f"layers {layers[0]} to {layers[-1]} are" if len(layers) > 1 else f"layer {layers[0]} is"
+        if left.done < 0:
+            return End(f"{left.told} before the first step: start it again", 1)
+        many = f"layers {', '.join(map(str, layers))} are" if len(layers) > 1 else f"layer {layers[0]} is"
         why = f"{left.told}, and {many} on none of those that are left: stopped after {left.done} steps"
         if path is None:
             return End(f"{why}, nothing is saved: next time give checkpoint=FOLDER", 1)

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 # The last one is what a test of several requests says, whatever has become of one of them.
 DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED, MPI.ERR_IN_STATUS}
+IDLE_NAP_S = 0.01
 NOBODY_DIED, NOTHING_FAILED = 1, 2  # the bits of what ranks agree on
 REMEDY = "start it by `mpirun --with-ft ulfm` of Open MPI 5, or set survive=none"
 
@@ -65,7 +67,8 @@ class Crew:
     def __init__(self, world: Comm, patience: Patience, limit_s: float):
         """Whoever hangs in the library for `limit_s` while the others find out who lives ends himself, and is dead."""
         self.comm: Comm = world.Dup()
-        self.ranks, self.limit_s, self.patience = tuple(range(world.size)), limit_s, patience
+        self.ranks, self.limit_s = tuple(range(world.size)), limit_s
+        self.patience = replace(patience, longest_nap_s=IDLE_NAP_S)  # some stand by for long
         self.is_whole = True  # nobody has died so far
 
     def attempt(self, act: Callable[[], T], abandon: Callable[[], None]) -> T:

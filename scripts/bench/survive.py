@@ -55,7 +55,7 @@ PHASES = {
     "run": 2_000,  # ms
 }
 OF_RANK_0 = {"log", "flush", "commit"}
-RECOVERING = ("recover", "hand_over")  # of a second death, while the others recover from the first
+RECOVERING = {"recover": 1, "hand_over": 2}  # of a second death, while the others recover from the first
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def faults_of(chance: random.Random, ranks: int, deaths: int) -> tuple[Fault, ..
 
 def _fault(chance: random.Random, rank: int, is_first: bool) -> Fault:
     if not is_first and chance.random() < 0.5:
-        return Fault(chance.choice(RECOVERING), 1, rank)
+        phase = chance.choice(sorted(RECOVERING))
+        return Fault(phase, RECOVERING[phase], rank)
     phase = chance.choice(sorted(set(PHASES) - (set() if rank == 0 else OF_RANK_0)))
     return Fault(phase, chance.randint(1, PHASES[phase]), rank)
 

@@ -12,7 +12,8 @@ from chimera_mpi.errors import InputError
 from chimera_mpi.runtime.crew import why_not
 from chimera_mpi.runtime.handover import missing, transfers
 from chimera_mpi.runtime.worker import Judged, Total
-from chimera_mpi.survival import Left, Standing, check_survivable, fits, is_behind, layers_of, layouts, seats
+from chimera_mpi.survival.layouts import check_survivable, fits, layouts
+from chimera_mpi.survival.standing import Left, Standing, is_behind, layers_of, seats
 from chimera_mpi.train import plan_job
 
 SMALL = {
@@ -109,7 +110,7 @@ def test_options_and_cuts_that_fit_one_depth_only_are_left_out():
 
 def test_a_layout_must_find_room():
     job = job_of("chimera", 2, 2)
-    assert fits(job, 1e9) and not fits(job, 1e3)
+    assert fits(job, 1e9, "cpu") and not fits(job, 1e3, "cpu")
 
 
 def test_a_spare_takes_the_place_of_the_dead():

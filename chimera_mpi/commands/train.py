@@ -9,8 +9,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
         world = MPI.COMM_WORLD
         refuse_singletons(world.size, os.environ)
-        with ending_together(world):
+        with ending_together(world), _before_the_first_step():
             try:
                 code = _train(world, args, signals, began_s)
                 if code == AGAIN:
@@ -72,6 +72,19 @@ def run(args: argparse.Namespace) -> int:
                 if world.rank == 0:
                     raise
                 return 1
+
+
+@contextmanager
+def _before_the_first_step() -> Iterator[None]:
+    """Tell in a line that a rank has died before others can survive it."""
+    from mpi4py import MPI
+
+    try:
+        yield
+    except MPI.Exception as error:
+        if error.Get_error_class() not in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
+            raise
+        raise RunFailed("a rank has died before the first step: start the job again") from None
 
 
 def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: float) -> int:
@@ -114,7 +127,8 @@ def _survive(world: Any, job: Job, asked: _Asked, desk: _Desk) -> NoReturn:
     crew = Crew(world, asked.node.patience, limit_s)
     machine_bytes = world.bcast(asked.machine.memory_bytes if asked.machine else math.inf)
     room_bytes = partial(_room_bytes, asked, machine_bytes)
-    survival = Survival(crew, job, desk.begin, desk.note, asked.resumed, room_bytes)
+    device = asked.staging.device.type
+    survival = Survival(crew, job, desk.begin, desk.note, asked.resumed, room_bytes, device)
     try:
         end = survival.until_the_end()
     except RunFailed as error:

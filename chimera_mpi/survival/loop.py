@@ -1,29 +1,4 @@
-"""Go on in place when ranks die, as each stage of a bidirectional pipeline, or of several groups, is on several ranks.
-
-A run is over a communicator; here is the loop around it. When a rank dies those that are left find out together
-(`runtime.crew`), agree on the last step that is done, choose a layout that they can fill, hand each other the layers
-and the optimizer's state of them from memory, and begin a run over a new communicator at that step, with the same
-mini-batches, seeds and schedule of the learning rate.
-
-Why no weights of two steps ever mix. All messages of a step come before its update: a rank waits for the sums of all
-its gradients, then for the norm over all ranks, and then updates its weights without another message. On whichever
-rank the norm's all-reduce returns, every rank has entered it, hence has all its sums. So when a rank dies
-
-    in a forward, a backward or a sum of gradients   nobody has updated anything: the step is done anew
-    in the norm's all-reduce                         some may have the norm and have updated, and others not; these have
-                                                     their sums all the same, get the norm from one that has it, and
-                                                     update: the step is done. If nobody has it, it is done anew
-    after it: in the update, while messages leave,   the same: all who are left have the norm, or get it. The row of the
-    in the reports, a flush of the log               step's log follows from the norm too, on any rank
-    in an evaluation, a checkpoint                   the weights are not touched. It is done anew, by the new run; a
-                                                     checkpoint that is not whole has no name
-    while the others recover                         what the ranks held stays until all have agreed that the new run
-                                                     stands; they recover anew, from that
-    when all is done, before it is said              the run ends anew: there is nothing left to do but to say so
-
-One agreement closes each stretch, of a run or of a recovery, so that no rank takes it for done and another not. A
-step is never two apart on two ranks: no norm is known before all have entered its all-reduce.
-"""
+"""The loop around a run."""
 
 from __future__ import annotations
 
@@ -31,29 +6,23 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
-from .checkpoint import Checkpoint, Draft, LayerFile
-from .config import Config, checked
-from .errors import InputError, RunFailed, refusing
-from .prediction import predict
-from .runlog import StepRow
-from .runtime.agreement import agree
-from .runtime.crew import Crew, Died
-from .runtime.grid import Comm, holders
-from .runtime.handover import Handover, missing, transfers
-from .runtime.state import LayerState
-from .runtime.worker import Judged
-from .schedule import Schedule
-from .stopping import AGAIN, End
-from .train import Begun, Job, Run, ordered, plan_job
-
-Layers = frozenset[int]
-SHAPES = ("pairs", "concat", "chunks", "waves")  # the schemes' own options, which may not fit another depth
+from ..checkpoint import Checkpoint, Draft, LayerFile
+from ..errors import InputError, RunFailed, refusing
+from ..runlog import StepRow
+from ..runtime.agreement import agree
+from ..runtime.crew import Crew, Died
+from ..runtime.grid import Comm
+from ..runtime.handover import Handover, missing, transfers
+from ..runtime.state import LayerState
+from ..stopping import AGAIN, End
+from ..train import Begun, Job, Run
+from .layouts import fits, layouts
+from .standing import Layers, Left, Standing, is_behind, layers_of, seats
 
 
 class Recovery(NamedTuple):
@@ -81,144 +50,6 @@ class Recovery(NamedTuple):
 Launch = Callable[[Comm, Job, Checkpoint | Begun | None, Recovery | None], Run]
 
 
-class Standing(NamedTuple):
-    """What a rank that is left has, in a run that was interrupted, or none of it where it stood by."""
-
-    seat: int | None = None
-    done: int = -1
-    judged: Judged | None = None
-    layers: Layers = frozenset()
-    loss_scale: tuple[float, int] | None = None
-    room_bytes: float = 0.0  # for what it will hold beside this
-    saw: str = ""  # what it was at, if it was waiting for the dead; others only heard of it
-    saved: tuple[int, Path | None] = (-1, None)  # the last checkpoint, and the steps in it
-
-    @property
-    def reached(self) -> tuple[int, int]:
-        """The last step that it has judged, and how many are done."""
-        return self.judged.step if self.judged else -1, self.done
-
-
-class Left(NamedTuple):
-    """How those stand who are left, in the order of their ranks."""
-
-    standings: tuple[Standing, ...]
-    gone: tuple[int, ...]  # as ranks were numbered when the job began
-
-    @property
-    def ahead(self) -> int:
-        """Who has got furthest; the others have, or can make, all that he has."""
-        return max(range(len(self.standings)), key=lambda rank: self.standings[rank].reached)
-
-    @property
-    def first(self) -> int:
-        """Who had the first seat of those that are left."""
-        seats_of = [(standing.seat is None, standing.seat) for standing in self.standings]
-        return seats_of.index(min(seats_of))
-
-    @property
-    def last(self) -> Judged | None:
-        """The last step that anybody has judged."""
-        return self.standings[self.ahead].judged
-
-    @property
-    def done(self) -> int:
-        return self.standings[self.ahead].done
-
-    @property
-    def saved(self) -> tuple[int, Path | None]:
-        return max((standing.saved for standing in self.standings), key=lambda saved: saved[0])
-
-    @property
-    def told(self) -> str:
-        saw = next((standing.saw for standing in self.standings if standing.saw), "")
-        return f"rank{'s' * (len(self.gone) > 1)} {', '.join(map(str, self.gone))} died{saw and f' ({saw})'}"
-
-
-# ---- what follows from how the ranks stand
-
-
-def check_survivable(job: Job) -> None:
-    """Raises InputError if a stage would die with a rank."""
-    for stage in range(job.plan.schedule.stages):
-        workers = holders(job.plan.schedule, [stage])
-        if len(workers) * job.width == 1:
-            depth, scheme = job.config.depth, job.config.scheme
-            raise InputError(
-                f"survive=replicas needs each stage on two ranks, and {scheme} with depth={depth} on {depth} ranks has "
-                f"stage {stage} on one: start {2 * depth} ranks, or take scheme=chimera"
-            )
-
-
-def is_behind(standing: Standing, last: Judged) -> bool:
-    """Whether a rank has yet to make the update of the `last` step that others have judged."""
-    return standing.seat is not None and (standing.judged is None or standing.judged.step < last.step)
-
-
-def layers_of(schedule: Schedule, cuts: Sequence[range], worker: int) -> Layers:
-    return frozenset(index for _, stage in schedule.places(worker) for index in cuts[stage])
-
-
-def seats(standings: Sequence[Standing], wanted: Sequence[Layers]) -> list[int]:
-    """Who takes which seat of a new run, to which `wanted` layers belong: who had it keeps it, or else one who has most
-    of its layers. Who had the first, with the log, keeps that in any case."""
-    free = set(range(len(standings)))
-    taken: dict[int, int] = {}
-
-    def take(seat: int, rank: int) -> None:
-        taken[seat] = rank
-        free.remove(rank)
-
-    for rank, standing in enumerate(standings):
-        seat = standing.seat
-        if seat is not None and seat < len(wanted) and (seat == 0 or wanted[seat] <= standing.layers):
-            take(seat, rank)
-    for seat, layers in enumerate(wanted):
-        if seat not in taken:
-            take(seat, max(free, key=lambda rank: (len(layers & standings[rank].layers), -rank)))
-    return [taken[seat] for seat in range(len(wanted))]
-
-
-def layouts(job: Job, ranks: int) -> Iterator[Job]:
-    """What a job may become on `ranks` ranks, the most alike first: its pipeline in fewer groups, then shallower ones,
-    then those of the scheme to fall back on. The mini-batch is the same, and its micro-batches are where the groups
-    share them out evenly."""
-    for scheme in dict.fromkeys(filter(None, (job.config.scheme, job.config.survive_scheme))):
-        for depth in range(min(job.config.depth, ranks), 0, -1):
-            width = min(ranks // depth, job.width) if depth == job.config.depth else ranks // depth
-            with suppress(InputError):
-                yield _became(job, scheme, depth, width)
-
-
-def _became(job: Job, scheme: str, depth: int, width: int) -> Job:
-    """Raises InputError if there is no such job."""
-    config, samples = job.config, sum(job.sizes)
-    factor = job.plan.micro_batches // config.micro_batches  # halves, and passes that add up
-    micro_batches = max(1, min(-(-config.micro_batches * job.width // width), samples // (width * factor)))
-    changes: dict[str, object] = {"depth": depth, "micro_batches": micro_batches, "mini_batch_size": samples}
-    if (scheme, depth) == (config.scheme, config.depth):
-        same = plan_job(_changed(config, **changes), width * depth)
-        plan = ordered(same.config, same.plan, job.costs)
-        return replace(job, config=same.config, width=width, plan=plan, sizes=same.sizes)
-    if config.partition == "measured" or isinstance(config.partition, tuple):
-        changes["partition"] = "flops"
-    return plan_job(_changed(config, scheme=scheme, **dict.fromkeys(SHAPES), **changes), width * depth)
-
-
-def _changed(config: Config, **changes: object) -> Config:
-    asked = {key: getattr(config, key) for key in config.model_fields_set - {"micro_batch_size"}}
-    return checked({**asked, **changes})
-
-
-def fits(job: Job, room_bytes: float) -> bool:
-    """Whether the fullest rank finds room, as far as what it will hold can be told."""
-    prediction = predict(job, "cpu")
-    return prediction is None or max(memory.total_bytes for memory in prediction.memory) <= room_bytes
-
-
-# ---- the loop
-
-
 @dataclass
 class Survival:
     """The runs of a job, one after the other, as ranks die. All ranks of the crew have one, with the same job.
@@ -233,6 +64,7 @@ class Survival:
     note: Callable[[Job, int, Recovery], None]
     resumed: Checkpoint | None
     room_bytes: Callable[[], float]  # for what this rank would hold, beside what it holds
+    device: str = "cpu"  # "cpu" or "cuda"
     run: Run | None = None  # the last one that stood, on those who have a place in it
 
     def __post_init__(self) -> None:
@@ -287,7 +119,8 @@ class Survival:
         return self.run.run() if self.run else None
 
     def _abandon(self) -> None:
-        if self.run:
+        if self.run and self._comm:
+            self._comm.Revoke()
             self.run.abandon()
 
     def _give_up(self) -> None:
@@ -322,7 +155,7 @@ class Survival:
     def _next_job(self, left: Left) -> Job | None:
         """The layout most like that of the job that those who are left can fill."""
         room_bytes = min(standing.room_bytes for standing in left.standings)
-        return next((job for job in layouts(self.job, len(left.standings)) if fits(job, room_bytes)), None)
+        return next((job for job in layouts(self.job, len(left.standings)) if fits(job, room_bytes, self.device)), None)
 
     def _note(self, left: Left, recovery: Recovery) -> None:
         if self.crew.comm.rank == left.first:

@@ -396,11 +396,16 @@ class Run:
 
     def last_rows(self) -> list[StepRow]:
         """Of the last steps that are done, as the log has them, without bubbles: all ranks know them."""
-        judged = self.pipeline.worker.judged
-        if judged and judged.step < self.done and (not self.rows or self.rows[-1].step < judged.step):
-            skips = self.pipeline.worker.norm is not None and self.pipeline.worker.norm.skips
-            self.rows.append(self._row(judged.step, judged.total, self.clock() - self._began_s, skips))
+        self._remember()
         return list(self.rows)
+
+    def _remember(self) -> None:
+        """Note the row of the last step that is done, once."""
+        worker = self.pipeline.worker
+        judged, before = worker.judged, self.rows[-1].step if self.rows else -1
+        if judged and before < judged.step < self.done:
+            skips = worker.norm is not None and worker.norm.skips
+            self.rows.append(self._row(judged.step, judged.total, self.clock() - self._began_s, skips))
 
     def abandon(self) -> None:
         """A rank has died: let nobody wait for this one, and await nobody any more. What this rank holds of the layers
@@ -425,7 +430,7 @@ class Run:
         if self.pipeline.broke and not self._bear(steps[0]):
             return BROKE
         if config.survive:
-            self.last_rows()
+            self._remember()
         if self.watchdog:
             self.watchdog.measured(seconds * len(steps))
         rows = _step_reports(spans, sums, started, peak_held_bytes(self.part.staging.device))

@@ -20,7 +20,7 @@ from ..host import keep_freed_memory
 from ..predict import weight_versions
 from ..stopping import AGAIN, End, Signals, Stops, find_limit, save_seconds, share_limit
 from ._devices import find_staging
-from ._ranks import ending_together, library_name, refuse_singletons, set_threads
+from ._ranks import end_all, ending_together, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint, Choice
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
         world = MPI.COMM_WORLD
         refuse_singletons(world.size, os.environ)
-        with ending_together(world), _before_the_first_step():
+        with ending_together(world):
             try:
                 code = _train(world, args, signals, began_s)
                 if code == AGAIN:
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _before_the_first_step() -> Iterator[None]:
-    """Tell in a line that a rank has died before others can survive it."""
+def _before_the_first_step(world: Any) -> Iterator[None]:
+    """Tell in a line that a rank has died before others can survive it, and end all."""
     from mpi4py import MPI
 
     try:
@@ -84,7 +84,7 @@ def _before_the_first_step() -> Iterator[None]:
     except MPI.Exception as error:
         if error.Get_error_class() not in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
             raise
-        raise RunFailed("a rank has died before the first step: start the job again") from None
+        end_all(world, 1, "chimera-mpi: a rank has died before the first step: start the job again")
 
 
 def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: float) -> int:
@@ -92,8 +92,16 @@ def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: floa
     from ..runtime.crew import why_not
 
     config = agree(world, lambda: _configuration(args))
-    if config.survive:
-        agree(world, lambda: _refuse(why_not(library_name(), os.environ)))
+    if not config.survive:
+        return _carry_out(world, config, signals, began_s)
+    agree(world, lambda: _refuse(why_not(library_name(), os.environ)))
+    with _before_the_first_step(world):
+        return _carry_out(world, config, signals, began_s)
+
+
+def _carry_out(world: Any, config: Config, signals: Signals, began_s: float) -> int:
+    from ..runtime.agreement import agree
+
     asked = _find_asked(world, config)
     if asked.resumed and asked.resumed.step == config.steps:
         if world.rank == 0:

@@ -32,6 +32,7 @@ class Recovery(NamedTuple):
     gone: tuple[int, ...]
     done: int  # steps
     began_s: float  # by time.monotonic
+    seated: tuple[int, ...] = ()  # who goes on, by the same numbers, in the order of the new ranks
     idle: int = 0  # ranks that are left without a place
     rows: tuple[StepRow, ...] = ()  # of the last steps
     ends: bool = False  # whether nobody goes on
@@ -40,7 +41,8 @@ class Recovery(NamedTuple):
     def attributes(self) -> dict[str, str | int | float]:
         """As the log's next session has it."""
         took = {} if self.ends else {"recovery_s": time.monotonic() - self.began_s}
-        return {"death": self.told, "died": json.dumps(self.gone), "steps_done": self.done, **took}
+        numbers = {"died": json.dumps(self.gone), "seated": json.dumps(self.seated)}
+        return {"death": self.told, **numbers, "steps_done": self.done, **took}
 
     def __str__(self) -> str:
         idle = f", {self.idle} stand{'s' * (self.idle == 1)} by" if self.idle else ""
@@ -202,7 +204,8 @@ class Survival:
 
         saved, path = left.saved
         begun = Begun(left.done, read, standings[left.ahead].loss_scale, path, saved)
-        self._begin(job, taken, begun, recovery._replace(idle=len(standings) - len(taken)))
+        seated = tuple(self.crew.ranks[rank] for rank in taken)
+        self._begin(job, taken, begun, recovery._replace(seated=seated, idle=len(standings) - len(taken)))
         handover.finish()
 
     def _lost(self, left: Left, layers: Sequence[int]) -> End:

@@ -8,6 +8,8 @@ more, by SIGKILL: at a random call of a random part of the program, or at a rand
 losses of all steps, the last evaluation and the weights those of a run that nobody disturbed (in float64, but for
 rounding, as another layout adds up in another order). The seconds of the recovery are those that the log tells. A job
 that is still there after JOB_S seconds hangs; what its ranks were at is told.
+
+With --library it counts, by _outlive.py, how often the MPI library hangs by itself once a rank has died, and where.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from chimera_mpi.runlog import read_run
 
 JOB_S = 300.0
 RECOVERY_S = 5.0
+LIBRARY_S = 20.0
 STEPS = 16
 KEYS = {
     "layers": 6, "hidden": 16, "heads": 2, "positions": 16, "sequence_length": 16, "dropout": 0.1, "precision": "fp64",
@@ -179,6 +182,25 @@ def recoveries(log: Path) -> tuple[float, ...]:
     return tuple(s.attributes["recovery_s"] for s in sessions if "recovery_s" in s.attributes)
 
 
+def try_library(trials: int, ranks: int, prefix: Path | None) -> int:
+    """How far the MPI library alone gets after a death, in a table; the exit code."""
+    command, environment = launcher(prefix)
+    reached = Counter()
+    for trial in range(trials):
+        program = [sys.executable, str(Path(__file__).with_name("_outlive.py")), str(0.5 + 0.01 * trial)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with started([[*command, "-n", str(ranks), *program]], [environment], **pipes) as (job,):
+            try:
+                said = job.communicate(timeout=LIBRARY_S)[0].split()
+            except subprocess.TimeoutExpired:
+                job.terminate()
+                said = job.communicate()[0].split()
+        for stage in ("told", "agreed", "finalized"):
+            reached[stage] += said.count(stage) == ranks - 1
+    show("the library alone", ["all of the others were", f"of {trials}"], list(reached.items()))
+    return 0 if reached["agreed"] == trials else 1
+
+
 @contextmanager
 def own_folder(keep: Path | None) -> Iterator[Path]:
     if keep:
@@ -199,8 +221,11 @@ def main() -> int:
         "--mpi", type=Path, metavar="PREFIX", help="where an Open MPI is; else that of this environment"
     )
     parser.add_argument("--folder", type=Path, help="for the runs; those that went wrong stay there")
+    parser.add_argument("--library", action="store_true", help="try the MPI library alone")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    if asked.library:
+        return try_library(asked.trials, asked.ranks, asked.mpi)
     chance = random.Random(asked.seed)
     faults = [faults_of(chance, asked.ranks, asked.deaths) for _ in range(asked.trials)]
     trials: list[Trial] = []

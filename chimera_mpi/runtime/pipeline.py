@@ -147,6 +147,7 @@ class Pipeline:
         for mailbox in (self.worker.mailbox, self.evaluator.mailbox):
             mailbox.abandon()
         self.worker.gradients.abandon()
+        self.worker.stash.clear()
 
     def _gradients(self, settings: Settings) -> Gradients:
         return Gradients(

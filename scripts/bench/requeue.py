@@ -33,7 +33,7 @@ RUNNING_S, BACK_S = 60.0, 120.0  # until a job runs, until it is in the queue ag
 MODEL = {
     "layers": 6, "hidden": 16, "heads": 2, "positions": 16, "sequence_length": 16, "mini_batch_size": 12,
     "micro_batches": 4, "warmup_steps": 2, "eval_every": 500, "spin_s": 5e-5, "scheme": "chimera", "depth": 4,
-    "checkpoint_every": 50,
+    "checkpoint_every": 20,
 }  # fmt: skip
 GENTLE = ("preempted", "warned", "requeued")
 COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "samples")
@@ -106,7 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("times", type=int, help="that the job is sent back without a crash")
     parser.add_argument("--crashes", type=int, default=0, help="of a node, among them")
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=1_500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()

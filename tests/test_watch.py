@@ -354,7 +354,7 @@ def test_a_killed_writer_is_noticed(path) -> None:
     view = follower.look()
     assert view.state is State.KILLED and view.is_over(waits=False) and not view.is_over(waits=True)
     assert str(process.pid) in view.status
-    log(path, 0, 399, steps=100)
+    log(path, 0, 99, steps=100)
     assert follower.look().is_over(waits=True)
 
 

@@ -438,7 +438,9 @@ def _table(view: View, width: int, rows: int) -> list[Line]:
     ]
     last = "waits most for" + ("" if view.sampled is None else f" (step {view.sampled})")
     words = [_most(worker, name) for worker in shown]
-    while sum(map(_width(shown), columns)) + max(map(len, words), default=0) > width and any(c.turn for c in columns):
+    while sum(map(_width(shown), columns)) + max(map(len, words), default=0) + 2 > width and any(
+        c.turn for c in columns
+    ):
         columns.remove(max(columns, key=lambda column: column.turn))
     cells = [[column.title, *map(column.cell, shown)] for column in columns]
     widths = [max(map(len, column)) + 2 for column in cells]
@@ -478,7 +480,8 @@ def _most(worker: WorkerView, name: Callable[[Rank], str]) -> str:
     if worker.most is None:
         return ""
     rank, kind = worker.most
-    what = "the sum of gradients" if rank == worker.rank else f"{name(rank)}, {NAMES[kind]}"
+    made = "all-reduce" if kind is Kind.REDUCE else NAMES[kind]
+    what = "the sum of gradients" if rank == worker.rank else f"{name(rank)}, {made}"
     return f"{what}: {_percent(worker.share)} of it"
 
 

@@ -102,6 +102,7 @@ def test_two_ranks_and_those_steps_only(folder) -> None:
         "run-profile-rank0.json.gz", "run-profile-rank1.json.gz", "run.h5"
     ]  # fmt: skip
     assert "profile     run-profile-rank0.json.gz, and one of each other rank" in done.stdout
+    assert "profiler_start" not in done.stdout + done.stderr, "ranks print nothing"
     assert len(read_run("run.h5").steps["step"]) == 6
 
 

@@ -418,3 +418,24 @@ def test_an_interrupt_ends_it_quietly_and_colour_is_not_needed(path) -> None:
     assert terminal.end() == 130
     assert "Traceback" not in terminal.output and not re.search("\x1b\\[3\\dm", terminal.output)
     assert "\x1b[?25h" in terminal.output
+
+
+# ------------------------------------------------------------------------------------------------ its page
+
+
+def test_its_page_shows_the_view_and_its_commands_run(path, monkeypatch, capsys) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "watch_and_trace.md").read_text()
+    blocks = re.findall(r"^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    drawn = GOLDEN.splitlines()
+    (shown,) = [block.splitlines() for block in blocks if "samples/s" in block]
+    assert shown == [line for line in drawn if line in shown], "lines of the view, in its order"
+    monkeypatch.chdir(path.parent)
+    log(path, 0, 19)
+    Path("runs").mkdir()
+    for name in ("RUN.h5", "runs/20261130-091500-chimera.h5"):
+        path.with_name(name).write_bytes(path.read_bytes())
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("chimera-mpi ")]
+    assert len(commands) >= 4
+    for command in commands:
+        assert main(command.split()[1:]) == 0, capsys.readouterr().err
+    assert {made.name for made in path.parent.glob("*.json")} == {"run.json", "step.json", "chimera.json"}

@@ -192,9 +192,7 @@ def _tell_end(run: Run, end: End) -> None:
     lines = ["", *report.summary(read_run(run.log.path)), f"log         {run.log.path}"] if run.log else []
     if run.saver and run.saver.newest:
         lines.append(f"checkpoint  {run.saver.newest}")
-    if run.recorder and run.recorder.has_written:
-        others = ", and one of each other rank" if run.grid.world.size > 1 else ""
-        lines += [f"profile     {words}" for words in run.recorder.problems or [f"{run.recorder.path}{others}"]]
+    lines += [f"profile     {words}" for words in (run.recorder.told if run.recorder else ())]
     if lines:
         print("\n".join(lines), flush=True)
     if end.code:
@@ -309,6 +307,7 @@ def _own_profile(world: Any, config: Config, log: RunLog | None) -> Path | None:
 
     if config.profile is None:
         return None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else every rank prints that it begins and ends
     path = place_of(world.bcast(log.path if log else None), world.rank)
     if not any(world.allgather(path.exists())):
         return path

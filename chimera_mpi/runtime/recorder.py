@@ -24,11 +24,10 @@ class Recorder:
     """Records a worker in the steps that are `wanted`; all ranks have one, and write when the last of them is done."""
 
     def __init__(self, world: MPI.Intracomm, worker: Worker, wanted: range, path: Path, device: torch.device):
-        self.path, self.problems = path, list[str]()  # on rank 0 those of all ranks
-        self._world, self._worker, self._wanted = world, worker, wanted
+        self.told = list[str]()  # on rank 0, once it is written: where, or why not
+        self._world, self._worker, self._wanted, self._path = world, worker, wanted, path
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profile: profile | None = None
-        self.has_written = False
 
     @contextmanager
     def over(self, steps: range) -> Iterator[None]:
@@ -52,9 +51,11 @@ class Recorder:
         with self._worker.here.excused("a profile"):
             self._profile.stop()
             problem = self._write(self._profile)
-            self._profile, self.has_written = None, True
+            self._profile = None
             problems = self._world.gather(problem) or []
-        self.problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+        others = ", and one of each other rank" if len(problems) > 1 else ""
+        refused = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+        self.told = refused or [f"{self._path}{others}"]
 
     def _start(self) -> None:
         if self._profile is None:
@@ -63,15 +64,15 @@ class Recorder:
 
     def _write(self, recorded: profile) -> str:
         """Why it could not be written, or nothing. It has its name when it is whole."""
-        draft = self.path.with_name(f"{self.path.name}.new.gz")
+        draft = self._path.with_name(f"{self._path.name}.new.gz")
         try:
-            if self.path.exists():
-                return f"{self.path} is there already, and is not replaced"
+            if self._path.exists():
+                return f"{self._path} is there already, and is not replaced"
             recorded.export_chrome_trace(str(draft))
-            draft.rename(self.path)
+            draft.rename(self._path)
         except OSError as error:
             draft.unlink(missing_ok=True)
-            return f"{self.path} cannot be written ({error.strerror})"
+            return f"{self._path} cannot be written ({error.strerror})"
         return ""
 
 

@@ -228,7 +228,7 @@ def _status(state: State, run: Run, now: datetime, changed: datetime, writer: Wr
     if state is State.SILENT:
         return f"silent since {_time(changed, now)}, for {_clock((now - changed).total_seconds())}: {_alive(writer)}"
     if session.end:
-        return f"going on: {writer.name}"
+        return f"ending or going on: {writer.name}"
     if not _has_stepped(run):
         again = f" again, steps up to {run.steps['step'][-1]} are in the log" if len(run.steps["step"]) else ""
         return f"starting{again}: no step yet since {_time(datetime.fromisoformat(session.start), now)}"
@@ -310,11 +310,11 @@ def lines(view: View, width: int, height: int | None = None, ascii: bool = False
     status = [(Part(words, STYLES[view.state]),) for words in wrap(view.status, max(width, LABEL))]
     head = [(Part(view.path, "bold"),), *_packed("", [Part(word, "dim") for word in view.what], width), *status, ()]
     figures = [line for name, phrases in _figures(view) for line in _packed(name, phrases, width)]
-    rest = SHOWN + CURVE + 5 if height is None else height - len(head) - len(figures) - 1
+    progress = _progress(view, width, ascii)
+    rest = SHOWN + CURVE + 5 if height is None else height - len(head) - len(progress) - len(figures)
     table = min(len(view.workers), 4) + 3
     shape = curve(view.losses, width - LABEL, CURVE, ascii) if rest >= CURVE + table else []
     drawn = [(Part(name.rjust(LABEL - 2) + "  ", "dim"), Part(row, "cyan")) for name, row in _scaled(view, shape)]
-    progress = [(Part("step".ljust(LABEL), "dim"), *_progress(view, width - LABEL, ascii))]
     below = _table(view, width, rest - len(drawn) - 1)
     whole = [*head, *progress, *drawn, *figures, *([(), *below] if below else [])]
     return [_fitted(line, width, ascii) for line in whole[:height]]
@@ -397,16 +397,19 @@ def _parts(first: str, *more: str) -> list[Part]:
     return [Part(first, "bold"), *map(Part, more)]
 
 
-def _progress(view: View, width: int, ascii: bool) -> Line:
+def _progress(view: View, width: int, ascii: bool) -> list[Line]:
+    """How far it is, with a bar where there is room for one."""
     share = min(view.done / view.steps, 1.0)
-    left = f"  {_clock(view.left_s)} left" if view.done < view.steps and isfinite(view.left_s) else ""
-    words = f"{view.done} of {view.steps}  {percent(share)}{left}"
-    room = min(width - len(words) - 2, 40)
-    if room < 8:
-        return (Part(words, "bold"),)
+    words = _parts(f"{view.done} of {view.steps}", percent(share))
+    if view.done < view.steps and isfinite(view.left_s):
+        words.append(Part(f"{_clock(view.left_s)} left"))
+    rows = _packed("step", words, width)
+    room = min(width - len(plain(rows[-1])) - 2, 40)
+    if len(rows) > 1 or room < 8:
+        return rows
     full, empty = BAR_ASCII if ascii else BAR
     filled = round(share * room)
-    return Part(words, "bold"), Part("  " + full * filled, "green"), Part(empty * (room - filled), "dim")
+    return [(*rows[0], Part("  " + full * filled, "green"), Part(empty * (room - filled), "dim"))]
 
 
 def _short(seconds: float) -> str:

@@ -172,7 +172,9 @@ def test_states(path) -> None:
     stopped = seen(path, DEAD)
     assert stopped.state is State.ENDED and "SIGUSR1 on rank 0: stopped after 20 of 50 steps" in stopped.status
     assert stopped.is_over(waits=False) and not stopped.is_over(waits=True)
-    assert seen(path, ALIVE).status == "going on: process 7 on node1" and not seen(path, ALIVE).is_over(waits=False)
+    assert seen(path, ALIVE).status == "ending or going on: process 7 on node1" and not seen(path, ALIVE).is_over(
+        waits=False
+    )
     log(path, 20, 49)
     done = seen(path)
     assert done.status.startswith("done at ") and done.is_over(waits=True)
@@ -335,7 +337,7 @@ def test_a_writer_and_a_watcher_at_once(path) -> None:
         time.sleep(0.01)
     follower, done = Follower(path), [0]
     while not (view := follower.look()).is_over(waits=False):
-        assert view.state is State.RUNNING and (not view.done or view.status.startswith("running"))
+        assert view.state is State.RUNNING and (not view.done or view.status.startswith(("running", "ending")))
         assert np.array_equal(view.losses, 5 - 0.05 * np.arange(view.done))
         done.append(view.done)
     assert process.wait(timeout=20) == 0
@@ -426,14 +428,12 @@ def test_an_interrupt_ends_it_quietly_and_colour_is_not_needed(path) -> None:
 def test_its_page_shows_the_view_and_its_commands_run(path, monkeypatch, capsys) -> None:
     page = (Path(__file__).parent.parent / "docs" / "watch_and_trace.md").read_text()
     blocks = re.findall(r"^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    drawn = GOLDEN.splitlines()
-    (shown,) = [block.splitlines() for block in blocks if "samples/s" in block]
-    assert shown == [line for line in drawn if line in shown], "lines of the view, in its order"
+    assert GOLDEN in [block.rstrip("\n") for block in blocks]
     monkeypatch.chdir(path.parent)
     log(path, 0, 19)
     Path("runs").mkdir()
     for name in ("RUN.h5", "runs/20261130-091500-chimera.h5"):
-        path.with_name(name).write_bytes(path.read_bytes())
+        Path(name).write_bytes(path.read_bytes())
     commands = [line for block in blocks for line in block.splitlines() if line.startswith("chimera-mpi ")]
     assert len(commands) >= 4
     for command in commands:

@@ -75,10 +75,13 @@ class Follower:
         """What there is now. Raises InputError if the log cannot be read, once it has been only after a few times."""
         from ..watch import Writer, view_of
 
-        before = owner_lives(self._lock)  # a writer that ends says why, and then lets go of its lock
+        # Who held the lock before the log was read: a writer that ends says so, then how many rows there are, and lets
+        # go of the lock last.
+        name = owner(self._lock) if self._lock.exists() else ""
+        before = owner_lives(self._lock)
         run = self._read()
         after = owner_lives(self._lock)
-        writer = Writer(owner(self._lock) if self._lock.exists() else "", before if after is False else after)
+        writer = Writer(name, before if after is False else after)
         return view_of(run, datetime.now().astimezone(), self._changed, writer)
 
     def _read(self) -> Run:

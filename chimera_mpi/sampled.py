@@ -39,12 +39,19 @@ def layout_of(run: Run, session: int = -1) -> Layout:
     """That of a session, by default the last: a run may be resumed in another. Raises InputError."""
     row = run.sessions[session]
     given = {**run.attributes, **row.attributes}
-    return _layout(given["config"], given.get("stage_costs", "[]"), int(given.get("width", 1)), max(row.first_step, 0))
+    if "config" not in given:
+        raise InputError(f"{run.path} says nothing of what was trained: is it the log of chimera-mpi train?")
+    costs, width = given.get("stage_costs", "[]"), int(given.get("width", 1))
+    try:
+        return _layout(given["config"], costs, width, max(row.first_step, 0))
+    except InputError as error:
+        raise InputError(f"{run.path}: its configuration cannot be read: {error}") from None
 
 
 @lru_cache(maxsize=16)
 def _layout(config: str, costs: str, width: int, done: int) -> Layout:
-    asked = checked(json.loads(config))
+    """Keys that this version does not know are passed over."""
+    asked = checked({key: value for key, value in json.loads(config).items() if key in Config.model_fields})
     if asked.order == "drawn":
         return Layout(asked, width, schedule_of(asked, done=done))
     return Layout(asked, width, schedule_of(asked, by_thirds(json.loads(costs), asked.recompute != "none")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -116,6 +117,14 @@ def test_numbers_are_those_of_the_log(path) -> None:
     assert [worker.rank for worker in view.workers] == [Rank(0, w) for w in range(4)]
     assert [worker.wait for worker in view.workers] == pytest.approx([0, 0.01, 0.02, 0.03])
     assert all(worker.compute == 0.5 and worker.peak_bytes == 1e8 for worker in view.workers)
+
+
+def test_rates_are_those_of_the_last_session_once_it_is_warm(path) -> None:
+    for first, seconds in ((0, 3.0), (30, 0.5)):
+        with (RunLog.append if first else RunLog.create)(path, attributes(config()), 4) as writer:
+            for step in range(first, first + 5):
+                writer.step(row(step, first, seconds=9.0 if step < first + 2 else seconds), workers(4))
+        assert seen(path).step_s == seconds and seen(path).samples_per_s == 32 / seconds
 
 
 def test_a_log_without_steps_and_one_with_one(path) -> None:
@@ -235,6 +244,12 @@ def test_all_idle_time_before_a_message_has_its_cause(scheme) -> None:
     assert {key: pytest.approx(value) for key, value in expected.items()} == blamed
 
 
+def test_who_waits_for_nobody_blames_nobody() -> None:
+    alone = simulate(build("gpipe", 1, 4), Costs(forward_s=0.01, backward_s=0.02))
+    spans = (s._replace(start_s=s.start_s + n / 1e3, end_s=s.end_s + n / 1e3) for n, s in enumerate(alone.rows[0]))
+    assert blames([Timeline(alone.schedule, tuple(spans))]) == {}
+
+
 def test_an_update_waits_for_the_last_replica_or_for_the_sum() -> None:
     alone = timeline("gpipe")
     end_s = 1.2 * alone.makespan_s
@@ -279,6 +294,19 @@ def test_what_is_no_log_is_refused_in_a_line(path, capsys, make, message) -> Non
     assert main(["watch", str(path)]) == 2
     out, err = capsys.readouterr()
     assert message in err and err.count("\n") == 1 and not out
+
+
+def test_logs_of_other_writers_and_of_newer_versions(path, capsys) -> None:
+    RunLog.create(path, {}, 4).close()
+    assert main(["watch", str(path)]) == 2
+    assert "run.h5 says nothing of what was trained" in capsys.readouterr().err
+    for name, keys in (("newer.h5", {"colour": "blue"}), ("wrong.h5", {"depth": -4})):
+        known = {**json.loads(config().model_dump_json()), **keys}
+        RunLog.create(path.with_name(name), {"config": json.dumps(known)}, 4).close()
+    assert main(["watch", str(path.with_name("newer.h5"))]) == 0
+    assert main(["watch", str(path.with_name("wrong.h5"))]) == 2
+    err = capsys.readouterr().err
+    assert "wrong.h5: its configuration cannot be read: depth=-4" in err and err.count("\n") == 1
 
 
 def test_who_holds_a_lock_lives_or_not(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Timelines as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
+"""Timelines as a Chrome trace, for ui.perfetto.dev.
 
 The format is the Trace Event Format. What it leaves to its readers is held to what Perfetto's importer does:
 

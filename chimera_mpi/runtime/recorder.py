@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -71,7 +71,8 @@ class Recorder:
             recorded.export_chrome_trace(str(draft))
             draft.rename(self._path)
         except OSError as error:
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):
+                draft.unlink()
             return f"{self._path} cannot be written ({error.strerror})"
         return ""
 

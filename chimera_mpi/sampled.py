@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
@@ -19,6 +19,7 @@ from .predict.partition import by_thirds
 from .runlog import Run, array_spans
 from .timeline import Timeline
 
+MOST_SPANS = 250_000  # of a trace: about 70 MB
 FIGURES = ("loss", "grad_norm", "learning_rate", "samples_per_s", "bubble_ratio")
 
 
@@ -82,32 +83,40 @@ def newest(run: Run) -> tuple[int, tuple[Timeline, ...]] | None:
     return None
 
 
-def sampled(run: Run, step: int | None = None) -> Iterator[SampledStep]:
-    """All sampled steps, or one, on the axis of the run: the seconds of its steps, without what lies between them
-    (evaluations, checkpoints, the time from session to session). Spans whose step a kill kept out of the log are left
-    out. Raises InputError."""
-    there = {each: found for each in _with_spans(run) if (found := timelines(run, each))}
-    if step is not None and step not in there:
-        known = ", ".join(map(str, [*there][:12])) or "none"
+def sampled(run: Run, step: int | None = None, most_spans: int = MOST_SPANS) -> Iterator[SampledStep]:
+    """One sampled step, or all of them, the last ones if they have more than `most_spans`; on the axis of the run: the
+    seconds of its steps, without what lies between them (evaluations, checkpoints, the time from session to session).
+    Spans whose step a kill kept out of the log are left out. Raises InputError."""
+    numbers = _with_spans(run)
+    if step is not None and step not in numbers:
+        known = ", ".join(map(str, numbers[:12])) or "none"
         raise InputError(f"{run.path} has no spans of step {step}: sampled are {known}")
+    wanted = _last(run, numbers, most_spans) if step is None else [step]
+    there = {number: found for number in wanted if (found := timelines(run, number))}
     if not there:
         every = layout_of(run).config.spans_every
         raise InputError(f"{run.path} has no spans yet: those of every {every} steps are logged, see spans_every=")
-    ends_s = _ends(run, there)
-    for each in there if step is None else [step]:
-        row = _row(run, each)
+    ends_s = _ends(run, numbers)
+    for number, replicas in there.items():
+        row = _row(run, number)
         before = row - _layout_at(run, row).plan.steps
         figures = {name: float(run.steps[name][row]) for name in FIGURES}
         finite = {name: value for name, value in figures.items() if isfinite(value)}
-        yield SampledStep(each, ends_s[before] if before >= 0 else 0.0, ends_s[row], there[each], finite)
+        yield SampledStep(number, ends_s[before] if before >= 0 else 0.0, ends_s[row], replicas, finite)
 
 
 def trace_of(run: Run, step: int | None = None) -> str:
-    """All sampled steps, or one, as a Chrome trace. Raises InputError."""
+    """What `sampled` has as a Chrome trace. Raises InputError."""
     return draw.run_trace(sampled(run, step), run.path.name)
 
 
-def _ends(run: Run, there: Iterable[int]) -> list[float]:
+def _last(run: Run, numbers: Sequence[int], most_spans: int) -> Sequence[int]:
+    """The last steps that have no more spans together, at least one."""
+    together = np.cumsum([len(_spans(run, number)) for number in reversed(numbers)])
+    return numbers[-max(int(np.searchsorted(together, most_spans, "right")), 1) :]
+
+
+def _ends(run: Run, there: Sequence[int]) -> list[float]:
     """The ends of all steps on the axis of the run. A step lasts as long as rank 0 took for it, or a little longer
     where another worker was the last: the next one must not begin before."""
     seconds = run.steps["seconds"].astype(np.float64)

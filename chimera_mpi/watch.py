@@ -205,9 +205,10 @@ def _recent(run: Run) -> NDArray[np.intp]:
 
 
 def _state(run: Run, step_s: float, silent_s: float, writer: Writer) -> State:
-    """A session that has an end while somebody holds the lock is about to be followed by another."""
+    """Who has written the end of a session and holds the lock still is about to let go of it, or to begin another."""
     if run.sessions[-1].end:
-        return State.RUNNING if writer.name and writer.lives is not False else State.ENDED
+        goes_on = writer.name and writer.lives is not False and silent_s <= SILENT_S
+        return State.RUNNING if goes_on else State.ENDED
     if writer.lives is False:
         return State.KILLED
     limit_s = max(SILENT_S, TIMES * step_s) if _has_stepped(run) else STARTING_S

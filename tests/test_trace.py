@@ -278,6 +278,15 @@ def test_spans_of_another_layout_than_the_step_are_left_out(tmp_path) -> None:
     assert [step.step for step in sampled(run)] == [19]
 
 
+def test_of_a_long_run_the_last_steps_are_drawn(run) -> None:
+    spans = {step.step: sum(len(timeline.spans) for timeline in step.replicas) for step in sampled(run)}
+    assert [*spans] == [9, 19, 29, 39, 49]
+    for most, steps in ((1, [49]), (spans[49] + spans[39], [39, 49]), (sum(spans.values()) - 1, [19, 29, 39, 49])):
+        assert [step.step for step in sampled(run, most_spans=most)] == steps
+    (alone,) = sampled(run, most_spans=1)
+    assert alone == [*sampled(run)][-1], "where it lies is the same"
+
+
 def test_report_writes_the_trace(run, tmp_path, capsys) -> None:
     path = tmp_path / "trace.json"
     assert main(["report", str(run.path), "--trace", str(path)]) == 0

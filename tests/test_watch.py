@@ -184,6 +184,7 @@ def test_states(path) -> None:
     assert seen(path, ALIVE).status == "ending or going on: process 7 on node1" and not seen(path, ALIVE).is_over(
         waits=False
     )
+    assert seen(path, ALIVE, SILENT_S + 1).state is State.ENDED, "the lock of one that was killed at the very end"
     log(path, 20, 49)
     done = seen(path)
     assert done.status.startswith("done at ") and done.is_over(waits=True)

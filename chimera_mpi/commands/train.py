@@ -92,9 +92,10 @@ def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: floa
         if config.checkpoint:
             agree(world, on_rank_0(lambda: stack.enter_context(_own_folder(config, asked.choice))))
         log = agree(world, on_rank_0(lambda: _open_log(job, asked, world.size, facts, prediction)))
+        profile = _own_profile(world, config, log)
         tell = _Teller() if world.rank == 0 else _tell_nobody
         stops = Stops(signals, limit)
-        run = Run(world, job, asked.corpus, asked.validation, log, tell, asked.staging, asked.resumed, stops)
+        run = Run(world, job, asked.corpus, asked.validation, log, tell, asked.staging, asked.resumed, stops, profile)
         if world.rank == 0:
             opening = _opening(run, facts["threads"], asked.devices)
             print(*_resuming(asked.choice, config), opening, *filter(None, [prediction]), sep="\n", flush=True)
@@ -146,6 +147,7 @@ def _find_asked(world: Any, config: Config) -> _Asked:
     from ..tasks import check_vocabulary
     from ..train import check_resumed, plan_job, steps_done
 
+    agree(world, lambda: _check_profile(config, world.rank))
     choice = find(world, config.resume, config.checkpoint)
     done = agree(world, lambda: steps_done(choice.checkpoint, config))
     job = agree(world, lambda: plan_job(config, world.size, done))
@@ -190,6 +192,7 @@ def _tell_end(run: Run, end: End) -> None:
     lines = ["", *report.summary(read_run(run.log.path)), f"log         {run.log.path}"] if run.log else []
     if run.saver and run.saver.newest:
         lines.append(f"checkpoint  {run.saver.newest}")
+    lines += [f"profile     {words}" for words in (run.recorder.told if run.recorder else ())]
     if lines:
         print("\n".join(lines), flush=True)
     if end.code:
@@ -286,6 +289,31 @@ def _check_log(path: Path, job: Job, validation_sha256: str, done: int) -> None:
                 f"{path} has steps up to {last} with {key}={there[key]}, of which those from {done} on would be done "
                 f"anew with {here[key]}: take another log="
             )
+
+
+def _check_profile(config: Config, rank: int) -> None:
+    """Raises InputError if a profile of another run is where this rank's would go."""
+    from ..runtime.recorder import place_of
+
+    if config.profile is None or config.resume or config.log in (None, "auto"):
+        return
+    if (path := place_of(Path(config.log), rank)).exists():
+        raise InputError(f"{path} exists and a profile is never overwritten: take another log=, or move it away")
+
+
+def _own_profile(world: Any, config: Config, log: RunLog | None) -> Path | None:
+    """Where this rank's goes, if one is wanted and no earlier session of the run has written it. Collective."""
+    from ..runtime.recorder import place_of
+
+    if config.profile is None:
+        return None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else every rank prints that it begins and ends
+    path = place_of(world.bcast(log.path if log else None), world.rank)
+    if not any(world.allgather(path.exists())):
+        return path
+    if world.rank == 0:
+        print(f"profile={config.profile}: {path} or one of another rank is there already, and stays", flush=True)
+    return None
 
 
 def _resuming(choice: Choice, config: Config) -> list[str]:

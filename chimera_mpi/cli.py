@@ -31,6 +31,7 @@ COMMANDS = {
     "bench": "measure schedules on this machine and network, without a GPU",
     "calibrate": "measure this machine, for what plans on it and checks a run against its plan",
     "slurm": "write the Slurm job of a training",
+    "watch": "watch a run in progress, from its log",
     "report": "sum up a run and draw its planned and its measured step",
     "doctor": "look at this machine, try its MPI, compare training with one process",
 }

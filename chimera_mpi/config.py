@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
@@ -127,6 +128,9 @@ class Config(BaseModel):
     eval_mini_batches: Count = 2
     check_replicas: Count | None = Field(None, description="steps between comparisons of all replicas, to the bit")
     spans_every: Count = Field(10, description="steps between those whose spans are logged")
+    profile: Number | str | None = Field(
+        None, description="steps, numbered as in the log, that torch.profiler records: such as 10-12; beside the log"
+    )
 
     # the end
     time_limit: Literal["auto"] | Seconds | None = Field(
@@ -187,6 +191,27 @@ class Steps(NamedTuple):
         return self.schedule.micro_batches // self.steps
 
 
+_RANGE = re.compile(r"(?:steps? +)?(\d{1,9})(?: *- *(\d{1,9}))?")
+
+
+def profiled(config: Config) -> range:
+    """The steps that `profile` asks for. Raises InputError if they are not among those of the run."""
+    if config.profile is None:
+        return range(0)
+    found = _RANGE.fullmatch(str(config.profile).strip())
+    if found is None:
+        raise InputError(f"profile={config.profile!r} is no range of steps: give one such as 10-12, or a single step")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise InputError(f"profile={config.profile} ends before it begins: try profile={last}-{first}")
+    if last >= config.steps:
+        raise InputError(
+            f"profile={config.profile}: the steps of this run are 0 to {config.steps - 1}: "
+            f"take some of those, or set steps={last + 1} or more"
+        )
+    return range(first, last + 1)
+
+
 def check_together(config: Config) -> None:
     """Raises InputError if two values do not go together."""
     if config.minimum_learning_rate > config.learning_rate:
@@ -201,6 +226,8 @@ def check_together(config: Config) -> None:
     _check_survival(config)
     if config.on_nan == "skip" and config.scheme in STREAMS:
         raise InputError(f"{config.scheme} updates stage by stage, and skipping an update needs all: set on_nan=stop")
+    if profiled(config) and config.log is None:
+        raise InputError(f"profile={config.profile} is written beside the log, and log=none: give log=FILE")
 
 
 def _check_survival(config: Config) -> None:

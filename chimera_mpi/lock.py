@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,3 +54,20 @@ def owner(path: Path) -> str:
     with suppress(OSError):
         return path.read_text() or "another program"
     return "another program"
+
+
+def owner_lives(path: Path) -> bool | None:
+    """Whether the process that holds, or held, the lock on this file lives; None if that cannot be seen from here.
+
+    It asks for the process and not for the lock: to try the lock, if only for a moment, may refuse it to a job.
+    """
+    held = re.fullmatch(r"process (\d+) on (.*)", owner(path))
+    if held is None or held[2] != platform.node():
+        return None
+    try:
+        os.kill(int(held[1]), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # another user's
+    return True

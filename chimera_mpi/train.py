@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from .checkpoint import WEIGHTS, Checkpoint
-from .config import Config, Steps, schedule_of
+from .config import Config, Steps, profiled, schedule_of
 from .data import Corpus, even_sizes
 from .errors import InputError, refusing
 from .models import Model, make_layer
@@ -34,6 +34,7 @@ from .runtime.mailbox import Delivery, Spec, Tensors
 from .runtime.optimizer import LearningRate, Recipe
 from .runtime.pipeline import Pipeline, Settings, check_job
 from .runtime.profile import layer_seconds
+from .runtime.recorder import Recorder
 from .runtime.stage import trace
 from .runtime.staging import Direct, Staging
 from .runtime.tensors import PRECISIONS, token_specs
@@ -274,9 +275,10 @@ class Run:
         staging: Staging = Direct(),
         resumed: Checkpoint | Begun | None = None,
         stops: Stops | None = None,
+        profile: Path | None = None,
     ):
-        """`stops` may end it early; its limit is rank 0's. Raises InputError if the layers to go on from, `resumed`,
-        are others than the job's."""
+        """`stops` may end it early; its limit is rank 0's. `profile` is this rank's file, if one is wanted. Raises
+        InputError if the layers to go on from, `resumed`, are others than the job's."""
         self.job, self.log, self.tell, self.stops = job, log, tell, stops or Stops()
         config = job.config
         self.grid = Grid(comm, config.depth, survives=bool(config.survive))
@@ -296,6 +298,7 @@ class Run:
             self._resume(Begun.at(resumed) if isinstance(resumed, Checkpoint) else resumed)
         self.here = self.pipeline.worker.here
         self.herald = Herald(self.grid.world, self.part.patience)
+        self.recorder = self._recorder(profile, staging) if profile else None
         self.watchdog = self._watchdog()
         self.rows: deque[StepRow] = deque(maxlen=ROWS)  # also on ranks that have no log, should they have to write one
         self._noted: list[float] = []  # rank 0: the signals of all ranks
@@ -318,7 +321,9 @@ class Run:
             self._send_word()
             for first in range(self.first, config.steps, self.job.plan.steps):
                 steps = range(first, first + self.job.plan.steps)
-                if why := self._advance(steps):
+                with self.recorder.over(steps) if self.recorder else nullcontext():
+                    why = self._advance(steps)
+                if why:
                     return self._stop(first if why == BROKE else steps.stop, why)
                 if self.saver:
                     self.saver.poll()
@@ -380,6 +385,8 @@ class Run:
 
     def close(self) -> None:
         """Free what the ranks share. Collective."""
+        if self.recorder:
+            self.recorder.close()
         if self.saver:
             self.saver.close()
         self.pipeline.close()
@@ -411,6 +418,8 @@ class Run:
         """A rank has died: let nobody wait for this one, and await nobody any more. What this rank holds of the layers
         is as it was after `done` steps. Not collective."""
         self.grid.revoke()
+        if self.recorder:
+            self.recorder.abandon()
         if self.watchdog:
             self.watchdog.stop()
         if self.saver:
@@ -508,6 +517,9 @@ class Run:
         waits_for = partial(awaited, self.job.plan.schedule, self.grid)
         limit_s = None if asked == "auto" else asked
         return Watchdog(self.grid, self.here, waits_for, limit_s, lets_leave=bool(self.job.config.survive))
+
+    def _recorder(self, path: Path, staging: Staging) -> Recorder:
+        return Recorder(self.grid.world, self.pipeline.worker, profiled(self.job.config), path, staging.device)
 
     def _log_spans(self, step: int, spans: list[Span]) -> None:
         everyone = self.grid.world.gather(spans)

@@ -36,7 +36,7 @@ OF_COMMANDS = (
     | {"micro_batch_size", "mini_batch_size", "data"}
     | {"checkpoint", "checkpoint_every", "checkpoint_keep", "resume"}
     | {"log", "eval_every", "eval_mini_batches", "check_replicas", "spans_every", "keep_freed_memory", "machine"}
-    | {"on_nan", "time_limit", "watchdog_s"}
+    | {"profile", "on_nan", "time_limit", "watchdog_s"}
 )
 
 

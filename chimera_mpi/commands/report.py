@@ -19,14 +19,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", type=Path, metavar="RUN.h5", help="the log of a run, also of one in progress")
     parser.add_argument("--step", type=int, help="which sampled step to draw; by default the last")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the step as SVG")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="also write sampled steps as a Chrome trace, for ui.perfetto.dev"
+    )
     parser.add_argument("--width", type=count, metavar="COLUMNS", help="default: the terminal's, 80 without one")
 
 
 def run(args: argparse.Namespace) -> int:
     from .. import report
     from ..runlog import read_run
+    from ..sampled import trace_of
 
     log = read_run(args.log)
+    if args.trace:
+        write(args.trace, trace_of(log, args.step))
     wanted = args.svg is not None or args.step is not None
     steps = report.steps_of(log, args.step).titled if log.sampled_steps or wanted else {}
     print("\n".join(report.summary(log)))

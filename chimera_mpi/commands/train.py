@@ -188,6 +188,7 @@ def _find_asked(world: Any, config: Config) -> _Asked:
     from ..tasks import check_vocabulary
     from ..train import check_resumed, plan_job, steps_done
 
+    agree(world, lambda: _check_profile(config, world.rank))
     choice = find(world, config.resume, config.checkpoint)
     done = agree(world, lambda: steps_done(choice.checkpoint, config))
     job = agree(world, lambda: plan_job(config, _at_work(world.size, config), done))
@@ -252,6 +253,7 @@ def _tell_end(run: Run | None, end: End) -> None:
     lines = ["", *report.summary(read_run(log.path)), f"log         {log.path}"] if log else []
     if run and run.saver and run.saver.newest:
         lines.append(f"checkpoint  {run.saver.newest}")
+    lines += [f"profile     {words}" for words in (run.recorder.told if run and run.recorder else ())]
     if lines:
         print("\n".join(lines), flush=True)
     if end.code:
@@ -308,7 +310,8 @@ class _Desk:
         if recovery is None:
             agree(comm, on_first(lambda: self._open_log(job, comm.size, prediction)))
         tell = self._tell if comm.rank == 0 else _tell_nobody
-        run = Run(comm, job, asked.corpus, asked.validation, self.log, tell, asked.staging, begun, self.stops)
+        profile = None if recovery else _own_profile(comm, job.config, self.log)
+        run = Run(comm, job, asked.corpus, asked.validation, self.log, tell, asked.staging, begun, self.stops, profile)
         if recovery:
             self._path = next(filter(None, comm.allgather(self._path)), None)
             agree(comm, on_first(lambda: self.note(job, comm.size, recovery, prediction)))
@@ -432,6 +435,31 @@ def _check_log(path: Path, job: Job, validation_sha256: str, done: int) -> None:
                 f"{path} has steps up to {last} with {key}={there[key]}, of which those from {done} on would be done "
                 f"anew with {here[key]}: take another log="
             )
+
+
+def _check_profile(config: Config, rank: int) -> None:
+    """Raises InputError if a profile of another run is where this rank's would go."""
+    from ..runtime.recorder import place_of
+
+    if config.profile is None or config.resume or config.log in (None, "auto"):
+        return
+    if (path := place_of(Path(config.log), rank)).exists():
+        raise InputError(f"{path} exists and a profile is never overwritten: take another log=, or move it away")
+
+
+def _own_profile(world: Any, config: Config, log: RunLog | None) -> Path | None:
+    """Where this rank's goes, if one is wanted and no earlier session of the run has written it. Collective."""
+    from ..runtime.recorder import place_of
+
+    if config.profile is None:
+        return None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else every rank prints that it begins and ends
+    path = place_of(world.bcast(log.path if log else None), world.rank)
+    if not any(world.allgather(path.exists())):
+        return path
+    if world.rank == 0:
+        print(f"profile={config.profile}: {path} or one of another rank is there already, and stays", flush=True)
+    return None
 
 
 def _resuming(choice: Choice, config: Config) -> list[str]:

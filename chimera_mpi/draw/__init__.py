@@ -8,6 +8,6 @@ from .html import html
 from .png import png
 from .svg import svg
 from .text import text
-from .trace import chrome_trace
+from .trace import SampledStep, chrome_trace, run_trace
 
-__all__ = ["chrome_trace", "html", "png", "svg", "text"]
+__all__ = ["SampledStep", "chrome_trace", "html", "png", "run_trace", "svg", "text"]

@@ -210,6 +210,16 @@ class Worker:
         tallies, self._tallies = self._tallies, []
         return spans, [tally.read() for tally in tallies]
 
+    @contextmanager
+    def handling(self, change: Callable[[Handler], Handler]) -> Iterator[None]:
+        """Within it ops are carried out by what `change` makes of their handlers."""
+        plain = self._handlers
+        self._handlers = {kind: change(handler) for kind, handler in plain.items()}
+        try:
+            yield
+        finally:
+            self._handlers = plain
+
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by, so that small gradients of fp16 survive."""

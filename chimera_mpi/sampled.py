@@ -1,0 +1,145 @@
+"""The sampled steps of a run as timelines, of the schedules that its sessions carried out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import draw
+from .config import Config, Steps, checked, schedule_of
+from .draw import SampledStep
+from .errors import InputError
+from .predict.partition import by_thirds
+from .runlog import Run, array_spans
+from .timeline import Timeline
+
+MOST_SPANS = 250_000  # of a trace: about 70 MB
+FIGURES = ("loss", "grad_norm", "learning_rate", "samples_per_s", "bubble_ratio")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a session was asked for, in so many replicas, and the schedule that each of them carried out."""
+
+    config: Config
+    width: int
+    plan: Steps
+
+    @property
+    def depth(self) -> int:
+        return self.config.depth
+
+
+def layout_of(run: Run, session: int = -1) -> Layout:
+    """That of a session, by default the last: a run may be resumed in another. Raises InputError."""
+    row = run.sessions[session]
+    given = {**run.attributes, **row.attributes}
+    if "config" not in given:
+        raise InputError(f"{run.path} says nothing of what was trained: is it the log of chimera-mpi train?")
+    costs, width = given.get("stage_costs", "[]"), int(given.get("width", 1))
+    try:
+        return _layout(given["config"], costs, width, max(row.first_step, 0))
+    except InputError as error:
+        raise InputError(f"{run.path}: its configuration cannot be read: {error}") from None
+
+
+@lru_cache(maxsize=16)
+def _layout(config: str, costs: str, width: int, done: int) -> Layout:
+    """Keys that this version does not know are passed over."""
+    asked = checked({key: value for key, value in json.loads(config).items() if key in Config.model_fields})
+    if asked.order == "drawn":
+        return Layout(asked, width, schedule_of(asked, done=done))
+    return Layout(asked, width, schedule_of(asked, by_thirds(json.loads(costs), asked.recompute != "none")))
+
+
+def layout_of_step(run: Run, step: int) -> Layout:
+    """That of the session that did a step which is in the log."""
+    return _layout_at(run, _row(run, step))
+
+
+def timelines(run: Run, step: int) -> tuple[Timeline, ...]:
+    """Of each replica one, of a step that is in the log. None if it was not sampled, or by a session that was killed
+    before it logged the step, which another layout did again."""
+    layout, rows = layout_of_step(run, step), _spans(run, step)
+    schedule = layout.plan.schedule
+    found = (array_spans(rows[rows["replica"] == replica]) for replica in range(layout.width))
+    replicas = tuple(Timeline(schedule, spans) for spans in found)
+    wanted = {(worker, op) for worker, order in enumerate(schedule.orders) for op in order}
+    is_whole = all({(span.worker, span.op) for span in timeline.spans} == wanted for timeline in replicas)
+    return replicas if is_whole else ()
+
+
+def newest(run: Run) -> tuple[int, tuple[Timeline, ...]] | None:
+    """The last sampled step, and its timelines."""
+    for step in reversed(_with_spans(run)):
+        if found := timelines(run, step):
+            return step, found
+    return None
+
+
+def sampled(run: Run, step: int | None = None, most_spans: int = MOST_SPANS) -> Iterator[SampledStep]:
+    """One sampled step, or all of them, the last ones if they have more than `most_spans`; on the axis of the run: the
+    seconds of its steps, without what lies between them (evaluations, checkpoints, the time from session to session).
+    Spans whose step a kill kept out of the log are left out. Raises InputError."""
+    numbers = _with_spans(run)
+    if step is not None and step not in numbers:
+        known = ", ".join(map(str, numbers[:12])) or "none"
+        raise InputError(f"{run.path} has no spans of step {step}: sampled are {known}")
+    wanted = _last(run, numbers, most_spans) if step is None else [step]
+    there = {number: found for number in wanted if (found := timelines(run, number))}
+    if not there:
+        every = layout_of(run).config.spans_every
+        raise InputError(f"{run.path} has no spans yet: those of every {every} steps are logged, see spans_every=")
+    ends_s = _ends(run, numbers)
+    for number, replicas in there.items():
+        row = _row(run, number)
+        before = row - _layout_at(run, row).plan.steps
+        figures = {name: float(run.steps[name][row]) for name in FIGURES}
+        finite = {name: value for name, value in figures.items() if isfinite(value)}
+        yield SampledStep(number, ends_s[before] if before >= 0 else 0.0, ends_s[row], replicas, finite)
+
+
+def trace_of(run: Run, step: int | None = None) -> str:
+    """What `sampled` has as a Chrome trace. Raises InputError."""
+    return draw.run_trace(sampled(run, step), run.path.name)
+
+
+def _last(run: Run, numbers: Sequence[int], most_spans: int) -> Sequence[int]:
+    """The last steps that have no more spans together, at least one."""
+    together = np.cumsum([len(_spans(run, number)) for number in reversed(numbers)])
+    return numbers[-max(int(np.searchsorted(together, most_spans, "right")), 1) :]
+
+
+def _ends(run: Run, there: Sequence[int]) -> list[float]:
+    """The ends of all steps on the axis of the run. A step lasts as long as rank 0 took for it, or a little longer
+    where another worker was the last: the next one must not begin before."""
+    seconds = run.steps["seconds"].astype(np.float64)
+    for step in there:
+        row = _row(run, step)
+        with_it = slice(row + 1 - _layout_at(run, row).plan.steps, row)  # of a stream the spans are those of all
+        seconds[row] = max(seconds[row], _spans(run, step)["end_s"].max() - seconds[with_it].sum())
+    return np.cumsum(seconds).tolist()
+
+
+def _with_spans(run: Run) -> list[int]:
+    return np.intersect1d(run.span_rows["step"], run.steps["step"]).tolist()
+
+
+def _spans(run: Run, step: int) -> NDArray[np.void]:
+    """The rows of a step, which are in the order of steps."""
+    first, last = (np.searchsorted(run.span_rows["step"], step, side) for side in ("left", "right"))
+    return run.span_rows[first:last]
+
+
+def _row(run: Run, step: int) -> int:
+    return int(np.searchsorted(run.steps["step"], step))
+
+
+def _layout_at(run: Run, row: int) -> Layout:
+    return layout_of(run, int(run.steps["session"][row]))

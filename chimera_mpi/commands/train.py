@@ -401,7 +401,8 @@ class _Desk:
     def _announce(self, run: Run, prediction: Prediction | None, recovery: Recovery | None) -> None:
         opening = _opening(run, self.facts["threads"], self.asked.devices)
         if recovery is None:
-            lines = [*_resuming(self.asked.choice, run.job.config), opening, *filter(None, [prediction])]
+            spare = f"spare ranks that stand by: {spares}" if (spares := run.job.config.spares) else None
+            lines = [*_resuming(self.asked.choice, run.job.config), opening, *filter(None, [spare, prediction])]
         else:
             lines = [f"\n{recovery}", opening]
         print(*lines, sep="\n", flush=True)

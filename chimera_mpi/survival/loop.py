@@ -222,7 +222,8 @@ class Survival:
     def _save(self, left: Left) -> End:
         """Write a checkpoint of what is whole, where those who are left have no layout. Collective."""
         folder, standings = self.job.config.checkpoint, left.standings
-        why = f"{left.told}, and for {len(standings)} there is no layout that fits: stopped after {left.done} steps"
+        many = f"{len(standings)} rank{'s' * (len(standings) > 1)}"
+        why = f"{left.told}, and no layout fits on {many}: stopped after {left.done} steps"
         if folder is None:
             return End(f"{why}, nothing is saved: next time give checkpoint=FOLDER", 1)
         draft, comm = Draft(folder, left.done), self.crew.comm

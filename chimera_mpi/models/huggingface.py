@@ -84,6 +84,9 @@ def from_huggingface_config(settings: Mapping[str, Any]) -> GPT | BERT:
     missing = [theirs for theirs in keys.values() if theirs not in settings]
     if missing:
         raise InputError(f"the configuration of a {settings['model_type']} lacks {', '.join(missing)}")
+    for ours, theirs in keys.items():
+        if not isinstance(settings[theirs], int | float if ours == "dropout" else int):
+            raise InputError(f"{theirs}={settings[theirs]!r} is no {'number' if ours == 'dropout' else 'whole number'}")
     config = kind(tied=settings.get("tie_word_embeddings", True), **{o: settings[t] for o, t in keys.items()})
     for key, value in {**_fixed(config), **_left_alone(config)}.items():
         found = settings.get(key)

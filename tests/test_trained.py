@@ -1,9 +1,11 @@
 """Weights go to Hugging Face's folders and come from there, to the bit; its models and ours say the same."""
 
+import gzip
 import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -476,3 +478,27 @@ def test_learnt_ones_know_them_too(hf, tmp_path):
     export_model(open_trained(tmp_path / "ours"), tmp_path / "exported")
     tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path / "exported", local_files_only=True)
     assert tokenizer.cls_token_id == own.vocabulary and tokenizer.pad_token_id == own.vocabulary + 3
+
+
+COMMAND = re.compile(r"^chimera-mpi (.*)$", re.MULTILINE)
+PAGES = Path(__file__).parent.parent / "docs"
+
+
+def test_the_commands_of_the_pages_run(trained, tmp_path, monkeypatch, capsys):
+    """One after the other, in a folder with what they speak of."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("data", "texts", "crawl/deep", "runs"):
+        Path(folder).mkdir(parents=True)
+    shutil.copy(trained.root / "text.txt", "notes.txt")
+    shutil.copy(trained.root / "text.txt", "texts/one.md")
+    Path("crawl/deep/a.jsonl.gz").write_bytes(gzip.compress(b'{"body": "a text"}\n{"body": "another"}\n'))
+    shutil.copytree(trained.root / "theirs", "gpt2")
+    shutil.copytree(trained.root / "saved", "runs/checkpoints")
+    for page in ("data.md", "huggingface.md"):
+        commands = COMMAND.findall((PAGES / page).read_text())
+        assert len(commands) > 4
+        for command in commands:
+            assert main(shlex.split(command)) == 0, command
+    assert (
+        "runs/gpt2-pretrained: the weights of a gpt of 2 layers, a tokenizer of 300 tokens" in capsys.readouterr().out
+    )

@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import InputError
 from .corpus import PARTS, SCHEMA
 from .parts import Part, Split, split
-from .sources import ERRORS, SUFFIXES, Source, Utf8, sources_of
+from .sources import ERRORS, SUFFIXES, Source, Utf8, shifted, sources_of
 from .spool import BLOCK, SAVE_EVERY_S, Spool, spool_folder, token_type, write_whole
 from .tokenizer import BYTES, LEARN_FROM_BYTES, PIECE, TOKENIZER, Tokenizer, Tokens, bpe_size, from_json, learn, pieces
 
@@ -199,7 +199,7 @@ def _sample(sources: Sequence[Source], tell: Callable[[int], None]) -> Iterator[
 def _all_pieces(sources: Sequence[Source], tell: Callable[[int], None]) -> Iterator[str]:
     done = 0
     for source in sources:
-        for document in source.documents(lambda read, done=done: tell(done + read)):  # type: ignore[misc]
+        for document in source.documents(shifted(tell, done)):
             yield from pieces(Utf8("replace").texts(document.name, document.blocks), PIECE)
         done += source.size_bytes
 

@@ -35,6 +35,11 @@ Tell = Callable[[int], None]
 """Is told, now and then, how many bytes of a source have been read."""
 
 
+def shifted(tell: Tell, by_bytes: int) -> Tell:
+    """Of a source that comes after so many bytes of others."""
+    return lambda read_bytes: tell(by_bytes + read_bytes)
+
+
 class Document(NamedTuple):
     """A text of a source, in blocks of bytes, which are to be read before the next document is asked for."""
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..lock import Lock, owner
-from .sources import Broken, Document, Source, Utf8
+from .sources import Broken, Document, Source, Utf8, shifted
 from .tokenizer import Tokenizer
 
 FILES = ("tokens", "documents", "names")
@@ -62,8 +62,8 @@ class Spool:
         """The documents of `sources`, after those that are there. Raises InputError."""
         done = sum(source.size_bytes for source in sources[: self.sources])
         for source in sources[self.sources :]:
-            before, start = source.state, done
-            for document in source.documents(lambda read, start=start: tell(start + read)):
+            before = source.state
+            for document in source.documents(shifted(tell, done)):
                 self._add(document, errors)
             if source.state != before:
                 raise InputError(f"{source.name} changed while it was read: run it again")

@@ -142,7 +142,7 @@ def name_of(text: str, number: int) -> str:
 def learn(size: int, texts: Iterable[str]) -> Tokenizer:
     """Byte-level BPE of at most `size` tokens, the commonest ones of `texts`. Raises InputError."""
     library = _library(f"bpe:{size}")
-    from tokenizers import decoders, models, pre_tokenizers, trainers  # type: ignore
+    from tokenizers import decoders, models, pre_tokenizers, trainers
 
     learner = library.Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -197,7 +197,7 @@ def _ids(settings: Mapping[str, Any]) -> dict[str, int]:
 
 def _library(what: str) -> ModuleType:
     try:
-        import tokenizers  # type: ignore
+        import tokenizers
     except ImportError as error:
         raise InputError(f"{what} needs the library tokenizers: pip install 'chimera-mpi[hf]'") from error
     return tokenizers

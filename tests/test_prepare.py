@@ -353,6 +353,10 @@ def test_a_damaged_tokenizer_is_refused(bpe, tmp_path):
         file[corpus.TOKENIZER][100] ^= 1
     with pytest.raises(InputError, match="not a whole token file"):
         open_corpus(made.path)
+    with h5py.File(made.path, "r+") as file:
+        del file[corpus.TOKENIZER]
+    with pytest.raises(InputError, match="not a whole token file"):
+        open_corpus(made.path)
 
 
 @pytest.mark.parametrize("how", ["byte", "bpe"])

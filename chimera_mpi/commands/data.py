@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,7 +97,11 @@ def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("texts", total=None)
-        yield lambda what, done_bytes, of_bytes: bar.update(
-            task, description=what, completed=done_bytes, total=of_bytes
-        )
+        task, told = bar.add_task("texts", total=None), [0.0]
+
+        def tell(what: str, done_bytes: int, of_bytes: int) -> None:
+            if time.monotonic() - told[0] > 0.1:
+                told[0] = time.monotonic()
+                bar.update(task, description=what, completed=done_bytes, total=of_bytes)
+
+        yield tell

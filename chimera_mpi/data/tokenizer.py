@@ -67,7 +67,7 @@ class Tokenizer:
         """All but the JSON, for a file that has it elsewhere; see `from_facts`."""
         return {
             "kind": "byte" if self.json is None else "json",
-            "sha256": None if self.json is None else hashlib.sha256(self.json.encode()).hexdigest(),
+            "sha256": None if self.json is None else _sha256(self.json),
             "vocabulary": self.vocabulary,
             "end_of_document": self.end_of_document,
             "special_tokens": self.specials,
@@ -113,9 +113,15 @@ BYTES = Tokenizer(VOCABULARY, END_OF_DOCUMENT)
 
 
 def from_facts(facts: Mapping[str, Any], text: str | None) -> Tokenizer:
-    """What `facts` were taken of; `text` is its JSON."""
+    """What `facts` were taken of; `text` is its JSON. Raises ValueError if that is another, or not there."""
+    if facts["kind"] != "byte" and (text is None or _sha256(text) != facts["sha256"]):
+        raise ValueError("its tokenizer.json is not the one that was written")
     specials = Specials(*facts["special_tokens"]) if facts["special_tokens"] else None
     return Tokenizer(facts["vocabulary"], facts["end_of_document"], specials, None if facts["kind"] == "byte" else text)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def from_json(text: str, where: str, end_name: str | None = None) -> Tokenizer:

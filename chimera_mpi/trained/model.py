@@ -61,4 +61,5 @@ def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:
     if facts is None:
         return None
     content = checkpoint.attachment(TOKENIZER)
-    return from_facts(facts, None if content is None else content.decode())
+    with refusing(f"{checkpoint.path} is damaged"):
+        return from_facts(facts, None if content is None else content.decode())

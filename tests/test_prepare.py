@@ -400,9 +400,11 @@ output, many, asked, last = sys.argv[1:]
 preparation.SAVE_EVERY_S = spool.SAVE_EVERY_S = 0.0
 add = spool.Spool._add
 def die(self, document, errors):
-    if self.sources == int(last):
-        os.kill(os.getpid(), signal.SIGKILL)
     add(self, document, errors)
+    if self.sources == int(last):
+        for file in self._files.values():
+            file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
 spool.Spool._add = die
 preparation.prepare(Path(output), [Path(many)], tokenizer=asked)
 """

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -385,7 +386,7 @@ def test_greedy_generation_is_theirs(hf, trained, capsys):
     assert tokenizer.eos_token_id == model.config.eos_token_id == trained.tokenizer.end_of_document
 
 
-def test_the_text_is_that_of_the_seed_and_the_window_slides(trained, capsys, monkeypatch):
+def test_the_text_is_that_of_the_seed(trained, capsys, monkeypatch):
     def said(*words):
         assert main(["generate", str(trained.root / "saved"), "--tokens", "40", *words]) == 0
         return capsys.readouterr().out
@@ -393,7 +394,17 @@ def test_the_text_is_that_of_the_seed_and_the_window_slides(trained, capsys, mon
     assert said("--seed", "3") == said("--seed", "3") != said("--seed", "4")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO("A pipeline ü".encode())))
     assert said("--prompt", "-", "--top-k", "1") == said("--prompt", "A pipeline ü", "--temperature", "0")
-    model = open_trained(trained.root / "saved")
+
+
+def test_the_window_slides_and_a_document_ends(tmp_path):
+    shape = GPT(layers=2, hidden=24, heads=3, vocabulary=257, positions=6)
+    source = folder_of(tmp_path / "theirs", shape)
+    torch.manual_seed(0)
+    lively = {name: w + 0.4 * torch.randn_like(w) for name, w in load_file(source / "model.safetensors").items()}
+    save_file(lively, source / "model.safetensors")
+    (source / "tokenizer.json").write_text(BYTES.as_json())
+    import_model(source, tmp_path / "ours")
+    model = open_trained(tmp_path / "ours")
     layers = model.layers()
 
     def logits(ids):
@@ -404,9 +415,12 @@ def test_the_text_is_that_of_the_seed_and_the_window_slides(trained, capsys, mon
 
     ids = [5, 6, 7]
     for number in continued(model, ids[:], 30, Sampling(0)):
-        assert number == int(logits(ids[-16:]).argmax())
+        assert number == int(logits(ids[-6:]).argmax())
         ids.append(number)
-    assert len(ids) > 20
+    assert len(ids) == 33 and len(set(ids)) > 5 and ids[-1] != int(logits(ids[:6]).argmax())
+
+    ends = replace(model, tokenizer=replace(BYTES, end_of_document=ids[12]))
+    assert list(continued(ends, ids[:3], 30, Sampling(0))) == ids[3 : ids.index(ids[12], 3)]
     drawn = {number for seed in range(12) for number in continued(model, [5], 1, Sampling(5.0, 2, seed))}
     assert drawn == set(logits([5]).topk(2).indices.tolist())
 

@@ -40,5 +40,5 @@ def describe(made: Imported) -> str:
     tokens = f"a tokenizer of {made.tokenizer.vocabulary} tokens" if made.tokenizer else "no tokenizer"
     return (
         f"{made.checkpoint.path}: the weights of a {config['model']} of {config['layers']} layers, {tokens}\n"
-        f"train it by {keys} resume={made.checkpoint.path}"
+        f"keys to train it by: {keys} resume={made.checkpoint.path}"
     )

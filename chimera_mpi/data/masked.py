@@ -130,9 +130,8 @@ class MaskedBatches:
     def _mask(self, ids: NDArray[np.int64], draws: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """What is shown, and what is to be found. `draws`: [batch, 3, tokens]"""
         words, specials = self.corpus.vocabulary, self.corpus.specials
-        order = np.where(
-            np.isin(ids, specials), 2.0, draws[:, 0]
-        )  # special tokens come last, and there are others enough
+        # Special tokens come last, and there are others enough.
+        order = np.where(np.isin(ids, specials), 2.0, draws[:, 0])
         chosen = np.zeros(ids.shape, dtype=bool)
         np.put_along_axis(chosen, np.argsort(order, axis=1, kind="stable")[:, : self.masked], True, axis=1)
         fate = draws[:, 1]

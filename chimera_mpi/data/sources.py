@@ -136,19 +136,23 @@ class File:
                 tell(raw.tell())
 
     def _of_lines(self, file: Any, raw: IO[bytes], tell: Tell) -> Iterator[Document]:
-        for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE_BYTES), b""), 1):
-            if len(line) == LONGEST_LINE_BYTES:
+        number = 0
+        while coded := file.readline(LONGEST_LINE_BYTES):
+            number += 1
+            if len(coded) == LONGEST_LINE_BYTES:
                 raise InputError(f"{self.path}:{number} is longer than {LONGEST_LINE_BYTES} bytes: is it JSON lines?")
-            if line := line.strip():
+            line = coded.decode("utf-8", "surrogateescape")
+            del coded  # a line may be most of what is in memory
+            if not line.isspace():
                 text = self._text_of(line, number)
                 del line
                 yield Document(f"{self.name}:{number}", _parts(text))
             tell(raw.tell())
 
-    def _text_of(self, line: bytes, number: int) -> str:
+    def _text_of(self, line: str, number: int) -> str:
         """What is not UTF-8 stands in it as surrogates."""
         try:
-            found = json.loads(line.decode("utf-8", "surrogateescape"))
+            found = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{self.path}:{number} is not JSON ({error}): give one object a line") from error
         text = found.get(self.field) if isinstance(found, dict) else None

@@ -86,6 +86,11 @@ def test_files_folders_and_globs(folder, tmp_path):
     assert made.left_out["duplicate"] == 1
 
 
+@pytest.mark.parametrize("name", ["tokens", "names", "state.json", "lock", "x"])
+def test_any_name_will_do(folder, tmp_path, name):
+    assert texts_of(prepare(tmp_path / name, [folder]).path) == EVERY_TEXT
+
+
 def test_another_field(folder, tmp_path):
     lines(folder / "f.jsonl", "of no use", body="of use")
     made = prepare(tmp_path / "x.h5", [folder / "f.jsonl", folder / "deep" / "c.jsonl"], field="body")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chimera_mpi.checkpoint import Draft, open_checkpoint
+from chimera_mpi.checkpoint import Draft, open_checkpoint, read_checkpoint
 from chimera_mpi.cli import main
 from chimera_mpi.commands.train import _beginning
 from chimera_mpi.config import load
@@ -174,6 +174,33 @@ def test_half_precision_comes_as_float32_and_float64_stays(tmp_path):
         found = made.checkpoint.weights(0)["tokens.weight"]
         assert found.dtype == kept and torch.equal(found, weights["transformer.wte.weight"].to(dtype).to(kept))
         shutil.rmtree(tmp_path / "ours")
+
+
+def test_a_checkpoint_from_before_there_were_tokenizers_has_bytes(tmp_path):
+    made, layers = read_checkpoint(
+        import_model(folder_of(tmp_path / "theirs", GPT_), tmp_path / "ours").checkpoint.path
+    )
+    facts = {key: value for key, value in made.facts.items() if key != "tokenizer"}
+    old = Draft(tmp_path / "old", 7)
+    old.commit({index: old.write(index, layer) for index, layer in enumerate(layers)}, facts, 1, 0)
+    assert open_trained(tmp_path / "ours").tokenizer is None
+    assert open_trained(tmp_path / "old").tokenizer == BYTES
+
+
+def test_a_tokenizer_that_is_gone_or_another_is_damage(tmp_path):
+    source = folder_of(tmp_path / "theirs", GPT_)
+    (source / "tokenizer.json").write_text(BYTES.as_json().replace("}", " }", 1))
+    import_model(source, tmp_path / "ours")
+    assert open_trained(tmp_path / "ours").tokenizer.json
+    path = tmp_path / "ours" / "tokenizer.json"
+    content = path.read_text()
+    for change in (content.replace(":", ";", 1), content[:-1]):
+        path.write_text(change)
+        with pytest.raises(InputError, match=r"tokenizer\.json is damaged"):
+            open_trained(tmp_path / "ours")
+    path.unlink()
+    with pytest.raises(InputError, match=r"tokenizer\.json is missing"):
+        open_trained(tmp_path / "ours")
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------

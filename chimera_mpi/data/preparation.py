@@ -22,6 +22,8 @@ from .sources import ERRORS, SUFFIXES, Source, Utf8, shifted, sources_of
 from .spool import BLOCK, SAVE_EVERY_S, Spool, spool_folder, token_type, write_whole
 from .tokenizer import BYTES, LEARN_FROM_BYTES, PIECE, TOKENIZER, Tokenizer, Tokens, bpe_size, from_json, learn, pieces
 
+WHOLE = "whole.h5"  # of the spool's folder
+
 Tell = Callable[[str, int, int], None]
 """Is told what is being made, how many bytes of the sources are through, and of how many."""
 
@@ -87,9 +89,9 @@ def prepare(
             met = _met(spool, whole)
             about = json.dumps({**_origin(sources, suffixes), "errors": errors, **met})
             attributes = {"seed": seed, "validation_fraction": validation_fraction, "provenance": about}
-            counts, sha256 = _write(folder / output.name, whole.parts, chosen, attributes)
+            counts, sha256 = _write(folder / WHOLE, whole.parts, chosen, attributes)
         _refuse_output(output)
-        (folder / output.name).rename(output)
+        (folder / WHOLE).rename(output)
         for state in folder.glob("*.json"):  # nothing is left to go on from
             state.unlink()
     return Prepared(

@@ -208,7 +208,7 @@ def test_one_run_says_all_that_is_asked_of_it(told, folder):
     for words in (
         "gpt, 393,216 parameters: chimera, depth 4 x width 1, 4 micro-batches, 8 samples of 64 tokens a step",
         "steps       20 of 20", "validation", "samples/s", "medians without warm-up", "predicted   50 ms",
-        "bubble", "1f1b planned", "memory, MB", "grew by", "exposed all-reduce", "hosts",
+        "bubble", "1f1b planned", "memory, MB", "grew by", "exposed all-reduce",
         "why it ended", "done", "nats per token", "chimera, planned", "chimera, measured",
     ):  # fmt: skip
         assert words in out, words
@@ -358,7 +358,7 @@ def test_spans_that_a_killed_session_left_of_a_later_ones_step_are_not_taken(fig
     ("made", "keys", "words"),
     [
         (Made(steps=1), {}, "medians of the warm-up: there are no other steps"),
-        (Made(reason=None, asked=100), {}, "it has not: at work, or killed"),
+        (Made(reason=None, asked=100), {}, "at work, or killed"),
         (Made(ranks=16), {"depth": 16, "layers": 16, "micro_batches": 16}, "P15"),
         (Made(ranks=8), {}, "and over 2 replicas"),
         (Made(steps=40), {"scheme": "pipedream", "depth": 4}, "pipedream, measured"),
@@ -387,7 +387,7 @@ def test_runs_of_all_kinds_are_reported(told, tmp_path, made, keys, words):
     log = write_log(tmp_path / "run.h5", made, **keys)
     pictures = ("--svg", tmp_path / "step.svg", "--plot", tmp_path / "run.svg", "--html", tmp_path / "run.html")
     code, out, err = told(log, *pictures)
-    assert code == 0 and not err and words in out
+    assert code == 0 and not err and words in " ".join(out.split())
     for picture in pictures[1::2]:
         assert picture.stat().st_size
     ET.parse(tmp_path / "step.svg"), ET.parse(tmp_path / "run.svg")

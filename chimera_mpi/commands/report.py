@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import draw
@@ -73,6 +74,7 @@ class _Told(NamedTuple):
     timelines: Mapping[str, Timeline]
     figures: dict[str, Any]
     runs: Mapping[str, Run]
+    heading: str  # of the drawn steps
 
 
 # ---- what is told
@@ -92,7 +94,7 @@ def _one(args: argparse.Namespace) -> _Told:
     made = report.report_of(log, args.session)
     drawn = made.steps(args.step).titled if made.drawable or args.step is not None or args.svg else {}
     figures = {"runs": [made.figures()], "left_out": []}
-    return _Told(path.name, made.lines(), made.tables(), made.charts(), drawn, figures, {"": log})
+    return _Told(path.name, made.lines(), made.tables(), made.charts(), drawn, figures, {"": log}, "One step")
 
 
 def _several(args: argparse.Namespace) -> _Told:
@@ -112,8 +114,9 @@ def _several(args: argparse.Namespace) -> _Told:
         raise InputError(f"{args.svg}: no run has spans yet, so there is no step to draw")
     told = [{"path": path, "reason": reason} for path, reason in left_out.items()]
     figures = {"runs": [made.figures() for made in reports], **comparison.figures(), "left_out": told}
-    title = f"{len(reports)} runs"
-    return _Told(title, [], comparison.tables(), comparison.charts(), drawn, figures, _named(reports))
+    tables, charts = comparison.tables(), comparison.charts()
+    heading = "A measured step of each configuration"
+    return _Told(f"{len(reports)} runs", [], tables, charts, drawn, figures, _named(reports), heading)
 
 
 def _read(paths: Sequence[Path]) -> tuple[list[Report], dict[str, str]]:
@@ -148,9 +151,9 @@ def _text(told: _Told, args: argparse.Namespace) -> str:
     blocks = [
         "\n".join(told.lines),
         *(table_text(table, width) for table in told.tables),
-        *(chart_text(chart, width, ascii=ascii) for chart in told.charts),
+        *("\n".join([*wrap(chart.title, width), chart_text(chart, width, ascii=ascii)]) for chart in told.charts),
     ]
-    if len(told.runs) == 1 and told.timelines:
+    if "" in told.runs and told.timelines:
         blocks.append(draw.text(told.timelines, width, wants_color(args.color), ascii))
     text = "\n\n".join(block for block in blocks if block)
     return text.translate(_ASCII) if ascii else text
@@ -176,7 +179,8 @@ def _write_files(told: _Told, args: argparse.Namespace) -> None:
     if args.html:
         from ..report.page import report_page
 
-        write(args.html, report_page(told.title, told.lines, told.charts, told.tables, told.timelines))
+        shown = told.title, told.lines, told.charts, told.tables, told.timelines, told.heading
+        write(args.html, report_page(*shown))
     if args.tensorboard:
         from ..report.events import write_events
 

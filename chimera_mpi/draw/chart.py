@@ -15,11 +15,13 @@ from .svg import FONT
 
 COLOURS = ("#00629e", "#b04500", "#009e73", "#7d365e", "#7a7100", "#111111")  # Okabe and Ito's, darkened
 GUIDE = "#999999"
+_DASHES = ("", "7 3", "2 3")
 _SIGNS, _SIGNS_ASCII = "●○▲△■□◆◇▼▽", "*o+x#=%@&$"
 _FILLS, _FILLS_ASCII = "█▒░▓▖", "#=-+."
 _LEFT, _RIGHT, _TOP, _AXIS, _LINE = 76, 40, 40, 40, 18  # of a panel, in pixels; a line of the legend
 _LETTER = 6.6  # width of a letter of the legend, in pixels
-MARKED = 60  # points of a series that get a mark each; the marks of more are dots on the line
+_LONGEST = 20  # letters of a name that is turned
+MARKED = 24  # points of a series that get a mark each; the marks of more are dots on the line
 
 
 class Series(NamedTuple):
@@ -94,6 +96,11 @@ def short(number: float) -> str:
 
 def colour(at: int) -> str:
     return COLOURS[at % len(COLOURS)]
+
+
+def dashes(at: int) -> str:
+    """Of the line of a series; they tell apart those that share a colour."""
+    return _DASHES[at // len(COLOURS) % len(_DASHES)]
 
 
 # ---- from numbers to shares of the width and of the height
@@ -289,7 +296,8 @@ def chart_svg(charts: Sequence[Drawn], across: int = 520, down: int = 240) -> st
         panels.append(f'<g transform="translate({_LEFT} {top + _TOP:g})">')
         panels += _bars_panel(chart, across, down) if isinstance(chart, Bars) else _panel(chart, across, down)
         panels.append("</g>")
-        top += _TOP + down + _AXIS + _LINE * (1 + max(line for line, _ in _legend_places(chart, across))) + 10
+        last_line = max(line for line, _ in _legend_places(chart, across))
+        top += _TOP + down + _foot(chart, across) + _LINE * (1 + last_line) + 10
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top:g}" viewBox="0 0 {width} {top:g}" '
         f'{FONT} font-size="12" fill="#111">',
@@ -313,7 +321,7 @@ def _panel(chart: Chart, across: int, down: int) -> Iterator[str]:
     yield f'<text x="{across}" y="{down + 34}" text-anchor="end" font-size="11">{escape(chart.x)}</text>'
     for at, series in enumerate(chart.series):
         yield _coloured(at, series.guide)
-        yield from _line(frame, series, across, down)
+        yield from _line(frame, series, "5 4" if series.guide else dashes(at), across, down)
         yield "</g>"
     yield from _legend(chart, across, down)
 
@@ -333,14 +341,13 @@ def _coloured(at: int, guide: bool = False) -> str:
     return f'<g class="guide" color="{GUIDE}">' if guide else f'<g class="s{at % len(COLOURS)}" color="{colour(at)}">'
 
 
-def _line(frame: _Frame, series: Series, across: int, down: int) -> Iterator[str]:
+def _line(frame: _Frame, series: Series, dash: str, across: int, down: int) -> Iterator[str]:
     places = [(across * frame.x(x), down * (1 - frame.y(y))) for x, y in series.points]
-    dashes = ' stroke-dasharray="5 4"' if series.guide else ""
     way = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dense = len(places) > MARKED
     yield (
         f'<polyline points="{way}" fill="none" stroke="currentColor" stroke-width="{1.3 if dense else 2}" '
-        f'stroke-linejoin="round"{dashes}/>'
+        f'stroke-linejoin="round"{_dashed(dash)}/>'
     )
     for (x, _), ends in zip(places, series.spread, strict=False):
         yield _error_bar(x, *(down * (1 - frame.y(end)) for end in ends))
@@ -349,6 +356,10 @@ def _line(frame: _Frame, series: Series, across: int, down: int) -> Iterator[str
             told = escape(f"{series.name}: {value:.4g} at {number:g}")
             radius = 1.2 if dense else 3.5
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="currentColor"><title>{told}</title></circle>'
+
+
+def _dashed(dash: str) -> str:
+    return f' stroke-dasharray="{dash}"' if dash else ""
 
 
 def _error_bar(x: float, low: float, high: float) -> str:
@@ -362,17 +373,29 @@ def _bars_panel(chart: Bars, across: int, down: int) -> Iterator[str]:
     scale = _Scale([_tallest(chart)], False, True)
     yield from _axes(chart.title, chart.y, scale, across, down)
     each = across / len(chart.groups)
-    turned = max(map(len, chart.groups)) * _LETTER > each
+    turned = _is_turned(chart, across)
     for at, group in enumerate(chart.groups):
         x = each * (at + 0.5)
-        turn = f' transform="rotate(-25 {x:.1f} {down + 16})" text-anchor="end"' if turned else ' text-anchor="middle"'
-        name = group if not turned or len(group) < 15 else group[:13] + "…"
+        turn = f' transform="rotate(-35 {x:.1f} {down + 16})" text-anchor="end"' if turned else ' text-anchor="middle"'
+        name = group if not turned or len(group) <= _LONGEST else group[: _LONGEST - 1] + "…"
         yield f'<text x="{x:.1f}" y="{down + 16}" font-size="11"{turn}>{escape(name)}</text>'
     for at, bar in enumerate(chart.bars):
         yield _coloured(at)
         yield from (_stack if chart.stacked else _row)(chart, at, bar, scale, each, down)
         yield "</g>"
     yield from _legend(chart, across, down)
+
+
+def _is_turned(chart: Bars, across: int) -> bool:
+    """Whether the names of the groups are too long to stand side by side."""
+    return max(map(len, chart.groups)) * _LETTER > across / len(chart.groups)
+
+
+def _foot(chart: Drawn, across: int) -> float:
+    """From the axes down to the legend."""
+    if not isinstance(chart, Bars) or not _is_turned(chart, across):
+        return _AXIS
+    return _AXIS + 0.57 * _LETTER * min(max(map(len, chart.groups)), _LONGEST)
 
 
 def _row(chart: Bars, number: int, bar: Bar, scale: _Scale, each: float, down: int) -> Iterator[str]:
@@ -419,7 +442,8 @@ def _legend_places(chart: Drawn, across: int) -> list[tuple[int, float]]:
 def _legend(chart: Drawn, across: int, down: int) -> Iterator[str]:
     named: Sequence[Bar | Series] = chart.bars if isinstance(chart, Bars) else chart.series
     for at, ((line, left), each) in enumerate(zip(_legend_places(chart, across), named, strict=True)):
-        y = down + _AXIS + 6 + _LINE * line
+        y = round(down + _foot(chart, across) + 6 + _LINE * line, 1)
         yield _coloured(at, isinstance(each, Series) and each.guide)
-        yield f'<path d="M{left:.1f} {y}h16" stroke="currentColor" stroke-width="{9 if isinstance(each, Bar) else 2}"/>'
+        looks = 'stroke-width="9"' if isinstance(each, Bar) else f'stroke-width="2"{_dashed(dashes(at))}'
+        yield f'<path d="M{left:.1f} {y}h16" stroke="currentColor" {looks}/>'
         yield f'</g><text x="{left + 21:.1f}" y="{y + 4}" font-size="11.5">{escape(each.name)}</text>'

@@ -93,7 +93,7 @@ DRAWING_STYLE = """#controls { display: flex; flex-wrap: wrap; gap: 6px 16px; al
 #hatch rect + rect { fill: var(--stripe); }
 .small { font-size: 9px; fill: var(--faint); }
 .time { font-size: 11px; }
-.title { font-size: 13px; font-weight: bold; }
+#chart .title { font-size: 13px; font-weight: bold; fill: var(--ink); }
 .grid { stroke: var(--line); }
 .bubble { fill: url(#hatch); }
 .memory { fill: var(--memory); shape-rendering: crispEdges; }
@@ -109,7 +109,11 @@ DRAWING_STYLE = """#controls { display: flex; flex-wrap: wrap; gap: 6px 16px; al
 .op.pointed { stroke: var(--ink); stroke-width: 2.5; opacity: 1 !important; }
 .op.cause { stroke: var(--ink); stroke-width: 2.5; stroke-dasharray: 4 2; opacity: 1 !important; }
 @media print { #scroll { overflow: visible; } }
-%COLOURS%"""
+%COLOURS%
+@media screen and (prefers-color-scheme: dark) {
+  .op.c111111 { stroke: var(--edge); }
+  #legend i { outline: 1px solid var(--line); }
+}"""
 
 DRAWING = """%FIGURES%
 <div id="controls">

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .chart import GUIDE, MARKED, Bar, Bars, Chart, Drawn, colour, short
+from .chart import GUIDE, MARKED, Bar, Bars, Chart, Drawn, colour, dashes, short
 
 Axes = Any  # of matplotlib, which may not be installed
 
-_PANEL = 5.6, 3.5  # inches
+_PANEL = 6.2, 3.3  # inches
 _MARKS = "o^sDv<>Ph*"
 
 
@@ -35,7 +35,10 @@ def plot(charts: Sequence[Drawn], path: Path) -> None:
     figure = figures.Figure(figsize=(_PANEL[0] * across, _PANEL[1] * down), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False).ravel()
     for axes, chart in zip(grid, charts, strict=False):
-        (_bars if isinstance(chart, Bars) else _points)(axes, chart)
+        if isinstance(chart, Bars):
+            _bars(axes, chart)
+        else:
+            _points(axes, chart)
         _finish(axes, chart)
     for axes in grid[len(charts) :]:
         axes.axis("off")
@@ -51,11 +54,11 @@ def _points(axes: Axes, chart: Chart) -> None:
         if series.guide:
             axes.plot(xs, ys, color=GUIDE, linestyle="--", linewidth=1.2, label=series.name, zorder=1)
         elif len(xs) > MARKED:
-            axes.plot(xs, ys, color=colour(at), linewidth=1, label=series.name)
+            axes.plot(xs, ys, color=colour(at), linestyle=_style(at), linewidth=1, label=series.name)
         else:
             axes.errorbar(
-                xs, ys, yerr=_errors(ys, series.spread), color=colour(at), marker=mark, markersize=4.5,
-                linewidth=1.6, capsize=3, label=series.name,
+                xs, ys, yerr=_errors(ys, series.spread), color=colour(at), linestyle=_style(at), marker=mark,
+                markersize=4.5, linewidth=1.6, capsize=3, label=series.name,
             )  # fmt: skip
     axes.set_xlabel(chart.x, parse_math=False)
     if chart.log_x:
@@ -69,7 +72,13 @@ def _points(axes: Axes, chart: Chart) -> None:
         axes.yaxis.set_minor_formatter(lambda number, _: short(number))
         axes.tick_params(axis="y", which="minor", labelsize=7)
     elif chart.from_zero:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.dataLim.y1)
+
+
+def _style(at: int) -> Any:
+    """Of a line: an even number of lengths, or whole."""
+    lengths = [float(length) for length in dashes(at).split()]
+    return (0, lengths) if lengths else "-"
 
 
 def _bars(axes: Axes, chart: Bars) -> None:
@@ -117,5 +126,6 @@ def _finish(axes: Axes, chart: Drawn) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     named: Sequence[Any] = chart.bars if isinstance(chart, Bars) else chart.series
     if len(named) > 1 or any(isinstance(each, Bar) for each in named):
-        for words in axes.legend(fontsize=7.5, frameon=False, ncols=1 if len(named) < 5 else 2).get_texts():
+        legend = axes.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        for words in legend.get_texts():
             words.set_parse_math(False)

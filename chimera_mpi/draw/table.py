@@ -7,7 +7,7 @@ from html import escape
 from textwrap import wrap
 from typing import NamedTuple
 
-_LEAST = 18  # columns that words of the last column are wrapped to, at least
+_LEAST = 14  # columns that words of the last column are wrapped to, at least
 
 
 class Table(NamedTuple):
@@ -66,7 +66,7 @@ def _parts(widths: Sequence[int], width: int) -> list[list[int]]:
 
 
 def _row(row: Sequence[str], part: Sequence[int], widths: Sequence[int], right: Sequence[bool]) -> Iterator[str]:
-    folded = {at: wrap(row[at], max(widths[at], 1)) or [""] for at in part}
+    folded = {at: wrap(row[at], max(widths[at], 1), break_on_hyphens=False) or [""] for at in part}
     for line in range(max(map(len, folded.values()))):
         cells = (words[line] if line < len(words) else "" for words in folded.values())
         aligned = (

@@ -104,7 +104,7 @@ class Report:
         names = Times._fields[:-1]
         medians = np.stack([np.nanmedian(self.part.of_workers(name), axis=(0, 1)) for name in names], axis=1)
         step_s = self.part.median("seconds")
-        return [Times(*row, max(step_s - sum(row), 0.0)) for row in medians.tolist()]
+        return [Times._make([*row, max(step_s - sum(row), 0.0)]) for row in medians.tolist()]
 
     @cached_property
     def drawable(self) -> bool:
@@ -251,8 +251,9 @@ class Report:
     def worker_table(self) -> Table:
         step_s = self.part.median("seconds")
         unit, size = unit_of(step_s)
+        digits = max(4 - len(f"{step_s / size:.0f}"), 0)
         rows = [
-            [name, *(f"{seconds / size:.3g} {seconds / step_s:5.0%}" for seconds in times)]
+            [name, *(f"{seconds / size:.{digits}f} {seconds / step_s:5.0%}" for seconds in times)]
             for name, times in zip(self._workers, self.times, strict=True)
         ]
         width = self.start.width
@@ -261,8 +262,13 @@ class Report:
         return Table("", ["worker", *TIMES.values()], rows, note)
 
     def session_table(self) -> Table:
-        rows = [_session_row(start) for start in starts_of(self.run)]
-        heads = ["session", "started (UTC)", "took", "hosts", "layout", "steps", "why it ended"]
+        starts = starts_of(self.run)
+        hosts = {str(start.number): str(len(start.hosts)) for start in starts}
+        heads = ["session", "started (UTC)", "took", "layout", "steps", "why it ended"]
+        rows = [_session_row(start) for start in starts]
+        if set(hosts.values()) != {"1"}:
+            heads.insert(3, "hosts")
+            rows = [[*row[:3], hosts[row[0]], *row[3:]] for row in rows]
         return Table("", heads, rows)
 
     # ---- charts
@@ -428,7 +434,6 @@ def _session_row(start: Start) -> list[str]:
         str(start.number),
         session.start[:16].replace("T", " "),
         _took(start),
-        str(len(start.hosts)),
         _layout(start),
         _ranges(steps.tolist()) or "none",
         session.reason or _without_reason(start),
@@ -443,7 +448,7 @@ def _took(start: Start) -> str:
 
 
 def _without_reason(start: Start) -> str:
-    return "it has not: at work, or killed" if start.number == len(start.run.sessions) - 1 else "killed"
+    return "at work, or killed" if start.number == len(start.run.sessions) - 1 else "killed"
 
 
 def _layout(start: Start) -> str:

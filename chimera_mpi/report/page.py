@@ -26,12 +26,14 @@ figcaption { font-weight: bold; margin-bottom: 4px; }
 .table { overflow-x: auto; scrollbar-width: thin; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line);
-  white-space: nowrap; }
-td:last-child { white-space: normal; overflow-wrap: anywhere; min-width: 5em; }
+  white-space: pre; }
+td:last-child:not(.number) { white-space: normal; overflow-wrap: anywhere; min-width: 9em; }
+#tables { display: flex; flex-wrap: wrap; gap: 0 44px; align-items: flex-start; }
+#tables figure { min-width: 0; max-width: 100%; }
 th { font-weight: 600; border-bottom: 1px solid var(--edge); }
 td:first-child, th:first-child { padding-left: 2px; }
 .number { text-align: right; }
-.note { color: var(--faint); font-size: 12.5px; margin-top: 4px; max-width: 75em; }
+.note { color: var(--faint); font-size: 12.5px; margin-top: 4px; max-width: 52em; }
 .paper { fill: none; }
 .axis { stroke: var(--edge); }
 #charts circle:hover, #charts .near { stroke: var(--ink); stroke-width: 2.5; }
@@ -89,23 +91,26 @@ def report_page(
     charts: Sequence[Drawn],
     tables: Sequence[Table],
     timelines: Mapping[str, Timeline],
+    heading: str,
 ) -> str:
     """The text of a page that loads nothing from elsewhere. `lines` are as the terminal has them: a name, two spaces
-    or more, and what there is to say."""
+    or more, and what there is to say; `heading` is that of the drawn steps."""
     parts = [Parts(_STYLE, f"<h1>{escape(title)}</h1>\n{_lines(lines)}", "")]
     if charts:
         drawn = "\n".join(chart_svg([chart], _ACROSS, _DOWN) for chart in charts)
         parts.append(Parts("", f'<div id="charts">\n{drawn}\n</div>', _SCRIPT))
-    parts.append(Parts("", "\n".join(["<h2>Figures</h2>", *map(table_html, tables)]), ""))
+    parts.append(
+        Parts("", "\n".join(["<h2>Figures</h2>", '<div id="tables">', *map(table_html, tables), "</div>"]), "")
+    )
     if timelines:
         drawing = draw.html_drawing(timelines)
-        heading = f"<h2>{'One step' if len(timelines) > 1 else 'A step'}</h2>\n"
-        parts.append(drawing._replace(body=heading + drawing.body))
+        parts.append(drawing._replace(body=f"<h2>{escape(heading)}</h2>\n{drawing.body}"))
     return page(title, parts)
 
 
 def _lines(lines: Sequence[str]) -> str:
-    named, loose = [], []
+    named: list[tuple[str, str]] = []
+    loose: list[tuple[str, str]] = []
     for line in lines:
         name, gap, rest = line.partition("  ")
         (named if gap else loose).append((name, rest.strip()))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import config
+from ..config import Config, Steps, checked, schedule_of
 from ..errors import InputError
 from ..predict.partition import by_thirds
 from ..runlog import Run, Session
@@ -76,14 +76,14 @@ class Start:
         return found if isinstance(found, dict) else {}
 
     @cached_property
-    def config(self) -> config.Config:
+    def config(self) -> Config:
         """Raises InputError if the log has none of a run that `train` knows."""
-        known = {key: value for key, value in self.keys.items() if key in config.Config.model_fields}
+        known = {key: value for key, value in self.keys.items() if key in Config.model_fields}
         missing = [name for name in ("config", "width", "mini_batch_size") if name not in self.attributes]
         if missing:
             raise InputError(f"{self.run.path} has no {missing[0]!r}: is it the log of a training?")
         try:
-            found = config.checked(known)
+            found = checked(known)
         except InputError as error:
             raise InputError(f"{self.run.path}: its configuration cannot be read: {error}") from None
         if found.depth * self.width != self.ranks:
@@ -112,13 +112,13 @@ class Start:
         return canonical({**without(self.keys, INCIDENTAL, LEARNING), **parts})
 
     @cached_property
-    def plan(self) -> config.Steps:
+    def plan(self) -> Steps:
         """The schedule that was carried out. Raises InputError if this program does not know the scheme."""
         asked, done = self.config, max(self.session.first_step, 0)
         if asked.order == "drawn":
-            return config.schedule_of(asked, done=done)
+            return schedule_of(asked, done=done)
         costs = json.loads(self.attributes["stage_costs"])
-        return config.schedule_of(asked, by_thirds(costs, asked.recompute != "none"), done)
+        return schedule_of(asked, by_thirds(costs, asked.recompute != "none"), done)
 
     @cached_property
     def rows(self) -> NDArray[np.intp]:

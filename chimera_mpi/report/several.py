@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import combinations
 from math import isfinite, nan
 from typing import Any, NamedTuple
 
@@ -91,12 +92,10 @@ class Configuration:
         return Times(*(_mean(column) for column in zip(*everyone, strict=True)))
 
     @property
-    def shape(self) -> str:
-        return f"D={self.depth} N={self.micro_batches}"
-
-    @property
-    def name(self) -> str:
-        return f"{self.label} {self.shape}"
+    def shape(self) -> dict[str, str]:
+        """By the letters of the tables; P are the ranks."""
+        size = f"{self.first.micro_batch_size:g}"
+        return {"P": str(self.ranks), "D": str(self.depth), "N": str(self.micro_batches), "B": size}
 
 
 class Scaled(NamedTuple):
@@ -187,11 +186,15 @@ class Comparison:
     @property
     def _names(self) -> list[str]:
         """A word for each configuration: no longer than it takes to tell them apart."""
-        labels = [made.label for made in self.configurations]
-        names = [made.name for made in self.configurations]
-        with_ranks = [f"{made.name} P={made.ranks}" for made in self.configurations]
-        numbered = [f"{made.number}: {made.name}" for made in self.configurations]
-        return next((each for each in (labels, names, with_ranks) if len(set(each)) == len(each)), numbered)
+        shapes = [made.shape for made in self.configurations]
+        for kept in (some for size in range(len(shapes[0]) + 1) for some in combinations(shapes[0], size)):
+            names = [
+                " ".join([made.label, *(f"{letter}={shape[letter]}" for letter in kept)])
+                for made, shape in zip(self.configurations, shapes, strict=True)
+            ]
+            if len(set(names)) == len(names):
+                return names
+        return [f"{made.number}: {made.label}" for made in self.configurations]
 
     def _bars(self) -> Bars:
         """The fastest of each scheme for each number of ranks and mini-batch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +40,7 @@ def browser(tmp_path_factory):
 def pages(tmp_path_factory):
     """A schedule's, a run's and a study's."""
     folder = tmp_path_factory.mktemp("pages")
-    run = write_log(folder / "run.h5", Made(steps=200, ranks=16), micro_batches=8, depth=8)
+    run = write_log(folder / "run.h5", Made(steps=60, ranks=16), micro_batches=8, depth=8)
     study = [
         write_log(folder / f"a-study-with-a-long-name-{scheme}-{ranks}.h5", Made(ranks=ranks), scheme=scheme)
         for scheme in ("1f1b", "gpipe", "chimera", "zb_h1")
@@ -107,7 +106,7 @@ def test_pointing_at_ops_points_and_bars_says_what_they_are(browser, pages, widt
     with shown(browser, pages["run"], width) as ask:
         said = point(browser, ".op:not(.thin)", 9)
         assert "micro-batch" in said and "worker P" in said and "waits for" in said
-        assert "samples/s:" in point(browser, "#charts svg:nth-of-type(2) circle", 150)
+        assert "samples/s:" in point(browser, "#charts svg:nth-of-type(2) circle", 45)
         assert "training:" in point(browser, "#charts circle", 5)
         assert "P0, compute:" in point(browser, "#charts .bar", 0)
         box = ask("const box = tip.getBoundingClientRect(); return [box.left, box.right, box.top, box.bottom]")
@@ -154,14 +153,24 @@ def test_words_and_curves_stand_out_in_light_and_dark(browser, pages, name, sche
             assert min(ask(CONTRAST, selector, colour)) >= least, selector
 
 
+PAPER = 718  # pixels of A4 between its margins
+
+
 @pytest.mark.parametrize("name", ["schedule", "run", "study"])
-def test_a_page_prints(browser, pages, name):
-    with shown(browser, pages[name], 1600, "dark") as ask:
-        ask(
-            "addEventListener('beforeprint', () => {"
-            "window.across = document.getElementById('chart').width.baseVal.value })"
+def test_a_page_prints_on_white_paper_with_nothing_cut_off(browser, pages, name):
+    """What a browser does before it prints, without a printer."""
+    with shown(browser, pages[name], PAPER, "dark") as ask:
+        browser.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia",
+            {"media": "print", "features": [{"name": "prefers-color-scheme", "value": "dark"}]},
         )
-        printed = base64.b64decode(browser.print_page())
-        assert printed.startswith(b"%PDF")
-        assert ask("return window.across") == 560
-        assert ask("return document.getElementById('chart').width.baseVal.value") > 560
+        across = "return document.getElementById('chart').width.baseVal.value"
+        before = ask(across)
+        ask("dispatchEvent(new Event('beforeprint'))")
+        assert ask("return getComputedStyle(document.body).color") == "rgb(17, 17, 17)"
+        assert ask("return document.documentElement.scrollWidth") <= PAPER
+        assert ask("return document.getElementById('chart').getBoundingClientRect().right") <= PAPER
+        assert not ask("return document.getElementById('controls').offsetHeight")
+        ask("dispatchEvent(new Event('afterprint'))")
+        assert ask(across) == before
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "screen"})

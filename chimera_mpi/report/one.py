@@ -26,7 +26,7 @@ MOST_POINTS = 400  # of a curve in a picture
 
 
 class Times(NamedTuple):
-    """Seconds of a worker in a step; `other_s` is what is left of it, between ops and between steps."""
+    """Seconds of a worker in a step; `other_s` is what is left of it, after its last op and between steps."""
 
     compute_s: float
     wait_s: float
@@ -258,7 +258,7 @@ class Report:
         ]
         width = self.start.width
         over = f" and over {width} replicas" if width > 1 else ""
-        note = f"{unit} and share of a step of {duration(float(f'{step_s:.4g}'))}: medians over steps{over}"
+        note = f"{unit} and share of a step of {duration(float(f'{step_s:.4g}'))}: medians over steps{over}; other: after its last op"
         return Table("", ["worker", *TIMES.values()], rows, note)
 
     def session_table(self) -> Table:

@@ -47,8 +47,8 @@ td:first-child, th:first-child { padding-left: 2px; }
   #charts svg, figure, #drawing { break-inside: avoid; }
   h2 { break-after: avoid; }
   .table { overflow: visible; }
-  table { font-size: 10px; }
-  th, td { padding: 2px 6px; }
+  table { font-size: 9px; }
+  th, td { padding: 2px 5px; white-space: pre-wrap; }
 }"""
 
 _SCRIPT = """{

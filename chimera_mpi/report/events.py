@@ -18,6 +18,7 @@ from .part import starts_of
 
 _STEPS = ("grad_norm", "learning_rate", "seconds", "samples_per_s", "tokens_per_s", "flops_per_s", "bubble_ratio")
 _WORKERS = ("compute_s", "wait_s", "allreduce_wait_s", "update_s", "peak_bytes")
+MOST_OF_WORKERS = 10_000  # steps, evenly spread, whose times of workers are written
 _MARK = "events.out.tfevents."
 
 
@@ -106,22 +107,27 @@ def _events(tools: _Tools, run: Run) -> Iterator[Any]:
         when = datetime.fromisoformat(start.session.start).timestamp()
         yield tools.Event(wall_time=when, step=at, summary=_text(tools, "configuration", words))
     evaluations = dict(zip(run.evaluations["step"].tolist(), run.evaluations["loss"].tolist(), strict=True))
+    every = -(-len(times) // MOST_OF_WORKERS)
     for row, step in enumerate(run.steps["step"].tolist()):
-        values = dict(_values(run, row))
+        values = {**_of_step(run, row), **(_of_workers(run, row) if row % every == 0 else {})}
         if step in evaluations:
             values["loss/validation"] = evaluations[step]
         scalars = [tools.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         yield tools.Event(wall_time=times[row], step=step, summary=tools.Summary(value=scalars))
 
 
-def _values(run: Run, row: int) -> Iterator[tuple[str, float]]:
-    yield "loss/training", float(run.steps["loss"][row])
-    for name in _STEPS:
-        yield f"steps/{name}", float(run.steps[name][row])
-    for name in _WORKERS:
-        for rank, value in enumerate(run.workers[name][row].tolist()):
-            if np.isfinite(value):
-                yield f"{name}/rank{rank}", value
+def _of_step(run: Run, row: int) -> dict[str, float]:
+    of_step = {f"steps/{name}": float(run.steps[name][row]) for name in _STEPS}
+    return {"loss/training": float(run.steps["loss"][row]), **of_step}
+
+
+def _of_workers(run: Run, row: int) -> dict[str, float]:
+    return {
+        f"{name}/rank{rank}": value
+        for name in _WORKERS
+        for rank, value in enumerate(run.workers[name][row].tolist())
+        if np.isfinite(value)
+    }
 
 
 def _text(tools: _Tools, tag: str, words: str) -> Any:

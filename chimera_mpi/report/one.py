@@ -258,7 +258,8 @@ class Report:
         ]
         width = self.start.width
         over = f" and over {width} replicas" if width > 1 else ""
-        note = f"{unit} and share of a step of {duration(float(f'{step_s:.4g}'))}: medians over steps{over}; other: after its last op"
+        whole = duration(float(f"{step_s:.4g}"))
+        note = f"{unit} and share of a step of {whole}: medians over steps{over}; other: after its last op"
         return Table("", ["worker", *TIMES.values()], rows, note)
 
     def session_table(self) -> Table:

@@ -149,7 +149,11 @@ def _named(reports: Sequence[Report]) -> dict[str, Run]:
 def _text(told: _Told, args: argparse.Namespace) -> str:
     width, ascii = columns(args.width), not speaks_unicode()
     blocks = [
-        "\n".join(told.lines),
+        "\n".join(
+            line
+            for long in told.lines
+            for line in wrap(long, width, subsequent_indent=" " * 12, break_on_hyphens=False)
+        ),
         *(table_text(table, width) for table in told.tables),
         *("\n".join([*wrap(chart.title, width), chart_text(chart, width, ascii=ascii)]) for chart in told.charts),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import combinations
@@ -17,7 +17,7 @@ from ..draw.table import Table
 from ..errors import InputError
 from ..timeline import Timeline
 from .one import MOST_POINTS, Report, Times, breakdown_chart, interval_figures, loss_chart
-from .part import INCIDENTAL, MODEL, SHAPE, canonical, differing, without
+from .part import INCIDENTAL, LEARNING, MODEL, SHAPE, canonical, differing, without
 from .stats import Interval, over_runs, ratio
 from .steps import mean
 
@@ -26,10 +26,12 @@ MOST_DRAWN = 8  # measured steps in one drawing
 
 @dataclass(frozen=True, eq=False)
 class Configuration:
-    """Runs that do the same; they may differ in seed and files. `label` tells it from the others beside its shape."""
+    """Runs that do the same; they may differ in seed and files. `label` and `learning` tell it from the others beside
+    its shape; what is learnt does not change how long it takes."""
 
     number: int
     label: str
+    learning: str
     reports: tuple[Report, ...]
 
     @property
@@ -90,6 +92,10 @@ class Configuration:
         """Of the average worker."""
         everyone = [times for report in self.reports for times in report.times]
         return Times(*(_mean(column) for column in zip(*everyone, strict=True)))
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} {self.learning}".strip()
 
     @property
     def shape(self) -> dict[str, str]:
@@ -153,7 +159,7 @@ class Comparison:
                  "loss", "validation", "intervals over"]  # fmt: skip
         rows = [
             [
-                str(each.number), each.label, str(each.depth), str(each.first.start.width), str(each.micro_batches),
+                str(each.number), each.name, str(each.depth), str(each.first.start.width), str(each.micro_batches),
                 f"{each.first.micro_batch_size:g}", str(each.ranks), str(each.throughput),
                 str(scaled(each.step_s, 1 / size)), _known(each.bubble_planned, percent),
                 _known(each.bubble_measured, percent), _known(each.loss), _known(each.validation),
@@ -189,12 +195,12 @@ class Comparison:
         shapes = [made.shape for made in self.configurations]
         for kept in (some for size in range(len(shapes[0]) + 1) for some in combinations(shapes[0], size)):
             names = [
-                " ".join([made.label, *(f"{letter}={shape[letter]}" for letter in kept)])
+                " ".join([made.name, *(f"{letter}={shape[letter]}" for letter in kept)])
                 for made, shape in zip(self.configurations, shapes, strict=True)
             ]
             if len(set(names)) == len(names):
                 return names
-        return [f"{made.number}: {made.label}" for made in self.configurations]
+        return [f"{made.number}: {made.name}" for made in self.configurations]
 
     def _bars(self) -> Bars:
         """The fastest of each scheme for each number of ranks and mini-batch."""
@@ -260,10 +266,12 @@ def compared(reports: Sequence[Report], different: bool = False) -> Comparison:
     groups: dict[str, list[Report]] = defaultdict(list)
     for report in reports:
         groups[_same(report)].append(report)
-    labels = _labels([made[0] for made in groups.values()])
-    found = [Configuration(0, label, tuple(made)) for label, made in zip(labels, groups.values(), strict=True)]
+    firsts = [made[0] for made in groups.values()]
+    labels = _labels([report.start.config.scheme for report in firsts], [_told_keys(report) for report in firsts])
+    words = zip(labels, _learning(labels, firsts), groups.values(), strict=True)
+    found = [Configuration(0, label, learning, tuple(made)) for label, learning, made in words]
     found.sort(key=lambda made: (made.ranks, made.mini_batch, -made.throughput.value))
-    return Comparison(tuple(Configuration(n, made.label, made.reports) for n, made in enumerate(found, 1)))
+    return Comparison(tuple(replace(made, number=number) for number, made in enumerate(found, 1)))
 
 
 def _model(report: Report) -> dict[str, Any]:
@@ -295,17 +303,32 @@ def _same(report: Report) -> str:
     return canonical({**without(start.keys, INCIDENTAL, frozenset({"micro_batch_size", "mini_batch_size"})), **parts})
 
 
-def _labels(reports: Sequence[Report]) -> list[str]:
-    """The scheme of each, its options, and what else they differ in beside the shape."""
-    told = [_told_keys(report) for report in reports]
+def _labels(names: Sequence[str], told: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each name with the keys that the others have otherwise."""
     keys = [key for key in differing(told) if key != "scheme"]
-    return [
-        " ".join([report.start.config.scheme, *_values(each, keys)]) for report, each in zip(reports, told, strict=True)
-    ]
+    return [" ".join([name, *_values(each, keys)]).strip() for name, each in zip(names, told, strict=True)]
 
 
 def _told_keys(report: Report) -> dict[str, Any]:
-    return without(report.start.keys, INCIDENTAL, SHAPE)
+    return without(report.start.keys, INCIDENTAL, SHAPE, LEARNING)
+
+
+def _learning(labels: Sequence[str], reports: Sequence[Report]) -> list[str]:
+    """What those learn otherwise that have the same label and shape."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for at, (label, report) in enumerate(zip(labels, reports, strict=True)):
+        alike[canonical({"label": label, "ranks": report.start.ranks, **_shape(report)})].append(at)
+    found = [""] * len(labels)
+    for places in alike.values():
+        told = [{key: reports[at].start.keys.get(key) for key in sorted(LEARNING)} for at in places]
+        for at, words in zip(places, _labels([""] * len(places), told), strict=True):
+            found[at] = words
+    return found
+
+
+def _shape(report: Report) -> dict[str, Any]:
+    config = report.start.config
+    return {"depth": config.depth, "micro_batches": config.micro_batches, "mini_batch": report.mini_batch}
 
 
 def _values(keys: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
@@ -314,7 +337,8 @@ def _values(keys: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
 
 def _told(report: Report) -> str:
     part, path = report.part, str(report.run.path)
-    return path if part.is_whole else f"{path} (sessions {', '.join(str(start.number) for start in part.starts)})"
+    numbers = [str(start.number) for start in part.starts]
+    return path if part.is_whole else f"{path} (session{'s' * (len(numbers) > 1)} {', '.join(numbers)})"
 
 
 def _mean(numbers: Sequence[float]) -> float:
@@ -399,6 +423,7 @@ def _figures(made: Configuration) -> dict[str, Any]:
     return {
         "number": made.number,
         "label": made.label,
+        "learning": made.learning,
         "scheme": made.first.start.config.scheme,
         "depth": made.depth,
         "width": made.first.start.width,

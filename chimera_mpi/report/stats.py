@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 CONFIDENCE = 0.95
-MOST_BLOCKS = 10
+MOST_BLOCKS, LEAST_BLOCK = 10, 3  # a median of three forgives one step that was disturbed
 
 
 class Interval(NamedTuple):
@@ -56,7 +56,7 @@ def over_blocks(values: ArrayLike, together: int = 1) -> Interval:
     steps = steps[np.isfinite(steps)]
     if not len(steps):
         return Interval(nan)
-    blocks = min(MOST_BLOCKS, len(steps) // together // 2)
+    blocks = min(MOST_BLOCKS, len(steps) // together // LEAST_BLOCK)
     value = float(np.median(steps))
     if blocks < 2:
         return Interval(value)

@@ -471,7 +471,7 @@ def test_others_are_reported_beside_what_is_no_log(told, figures, folder, tmp_pa
 def test_a_run_without_a_step_is_said_to_be_one(told, figures, tmp_path):
     log = write_log(tmp_path / "run.h5", Made(steps=0, asked=10))
     code, out, _ = told(log, "--html", tmp_path / "run.html")
-    assert code == 0 and "no step yet" in out and "why it ended" in out
+    assert code == 0 and "no step yet" in " ".join(out.split()) and "why it ended" in out
     assert the_one(figures(log))["steps_done"] == 0
     for option in ("--svg", "--plot"):
         code, _, err = told(log, option, tmp_path / "run.svg")
@@ -670,6 +670,10 @@ def test_names_of_files_that_cannot_be_are_refused_first(told, folder, tmp_path)
     ):
         code, out, err = told(folder / "chimera.h5", option, tmp_path / name)
         assert (code, out) == (2, "") and words in err and not (tmp_path / name).exists()
+    log = shutil.copy(folder / "chimera.h5", tmp_path / "run.log")
+    code, out, err = told(log, "--html", log)
+    assert (code, out) == (2, "") and "run.log is a log that is reported, and never overwritten" in err
+    assert read_run(log).sampled_steps
 
 
 @pytest.mark.parametrize("option", ["--svg", "--plot", "--html", "--tensorboard"])

@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_outputs(args)
     told = _one(args) if len(_paths(args)) == 1 else _several(args)
     print(json.dumps(_plain(told.figures), indent=1) if args.json else _text(told, args), flush=True)
     _write_files(told, args)
@@ -75,6 +76,13 @@ class _Told(NamedTuple):
     figures: dict[str, Any]
     runs: Mapping[str, Run]
     heading: str  # of the drawn steps
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    logs = {path.resolve() for path in args.logs}
+    for path in (args.svg, args.plot, args.html):
+        if path and path.resolve() in logs:
+            raise InputError(f"{path} is a log that is reported, and never overwritten: name another file")
 
 
 # ---- what is told

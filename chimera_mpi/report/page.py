@@ -36,10 +36,11 @@ td:first-child, th:first-child { padding-left: 2px; }
 .note { color: var(--faint); font-size: 12.5px; margin-top: 4px; max-width: 52em; }
 .paper { fill: none; }
 .axis { stroke: var(--edge); }
+.bar ~ .error { stroke: var(--ink); }
 #charts circle:hover, #charts .near { stroke: var(--ink); stroke-width: 2.5; }
 @media screen and (prefers-color-scheme: dark) {
   .s0 { color: #56b4e9; } .s1 { color: #e8833a; } .s2 { color: #2fc79a; } .s3 { color: #d58bb5; }
-  .s4 { color: #cfc545; } .s5 { color: #e8e8e8; } .error { stroke: currentColor; }
+  .s4 { color: #cfc545; } .s5 { color: #e8e8e8; }
 }
 @media print {
   body { padding: 0; font-size: 11px; }

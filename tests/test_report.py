@@ -8,6 +8,7 @@ import re
 import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -348,6 +349,16 @@ def test_spans_that_a_killed_session_left_of_a_later_ones_step_are_not_taken(fig
         more._spans_before = -1
         more.spans(19, 1, read_run(log).spans(9))
     assert the_one(figures(log))["sampled_steps"] == [14]
+
+
+def test_a_line_for_each_death_that_was_survived():
+    death = {"death": "rank 3 died (op 1F1@1)", "steps_done": 13, "recovery_s": 0.7912}
+    last = {"death": "rank 0 died", "steps_done": 15}
+    sessions = [SimpleNamespace(attributes=of, ranks=ranks) for of, ranks in (({}, 4), (death, 2), (last, 1))]
+    assert report.deaths(SimpleNamespace(sessions=sessions)) == [
+        "survived    rank 3 died (op 1F1@1); after 13 steps 2 ranks went on in 0.79 s",
+        "ended       rank 0 died; after 15 steps nobody could go on",
+    ]
 
 
 # ---- runs of all kinds

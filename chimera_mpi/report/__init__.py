@@ -6,7 +6,7 @@ from __future__ import annotations
 from .. import config
 from ..predict import Costs
 from ..runlog import Run
-from .one import Report, report_of, summary
+from .one import Report, deaths, report_of, summary
 from .part import Part, Start, part_of, starts_of
 from .several import Comparison, compared
 from .steps import Sampled, Steps
@@ -21,6 +21,7 @@ __all__ = [
     "compared",
     "config_of",
     "costs_of",
+    "deaths",
     "part_of",
     "plan_of",
     "report_of",

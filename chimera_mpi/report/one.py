@@ -125,7 +125,7 @@ class Report:
         if "predicted_memory" not in attributes or not self.has_steps:
             return None
         predicted = np.array([worker["total_bytes"] for worker in json.loads(attributes["predicted_memory"])])
-        before = np.array(json.loads(attributes["held_before_bytes"]))
+        before = np.array(json.loads(attributes["held_before_bytes"]))[: self.start.ranks]
         peaks = self.run.workers["peak_bytes"][self._last_rows, : len(before)].max(axis=0)
         held = (peaks - before).reshape(self.start.width, -1)
         return Memory(predicted, held.max(axis=0), attributes["memory_measured"] == "device")
@@ -161,7 +161,7 @@ class Report:
         """Losses, throughput, what was predicted."""
         if not self.has_steps:
             return [f"{self.run.path}: no step yet"]
-        return [*self._opening(), *self._losses(), *self._speed(), *self._predicted_step()]
+        return [*self._opening(), *self._losses(), *deaths(self.run), *self._speed(), *self._predicted_step()]
 
     def _opening(self) -> Iterator[str]:
         config, steps = self.start.config, self.run.steps
@@ -392,6 +392,19 @@ def summary(run: Run, session: int | None = None, width: int = 80) -> list[str]:
     """The run in lines of text: losses, throughput, the bubble as planned and as measured, memory."""
     made = report_of(run, session)
     return [*made.lines(), *(line for table in made.short_tables() for line in ("", table_text(table, width)))]
+
+
+def deaths(run: Run) -> list[str]:
+    """A line for each time that ranks died, and whether the others went on."""
+    lines = []
+    for session in run.sessions:
+        of = session.attributes
+        if "recovery_s" in of:
+            went_on = f"{session.ranks} rank{'s' * (session.ranks > 1)} went on in {of['recovery_s']:.2f} s"
+            lines.append(f"survived    {of['death']}; after {of['steps_done']} steps {went_on}")
+        elif "death" in of:
+            lines.append(f"ended       {of['death']}; after {of['steps_done']} steps nobody could go on")
+    return lines
 
 
 def interval_figures(interval: Interval) -> dict[str, Any]:

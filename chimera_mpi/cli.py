@@ -33,6 +33,7 @@ COMMANDS = {
     "slurm": "write the Slurm job of a training",
     "report": "sum up a run and draw its planned and its measured step",
     "doctor": "look at this machine, try its MPI, compare training with one process",
+    "completion": "what completes all this in bash, fish or zsh",
 }
 
 

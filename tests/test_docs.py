@@ -1,8 +1,8 @@
 """The documentation tells the truth: its commands print what it shows, its Python runs, its jobs can be had, its links
 lead somewhere, and what it quotes the program really says.
 
-A block without a language is commands, a line each: all are carried out as far as this takes no cluster and no time
-(`CARRIED_OUT`). A block that begins with `$ chimera-mpi` is one command and what it prints. `text` is neither.
+A block without a language that begins with a program of `CARRIED_OUT` is commands, a line each: all are tried as far
+as this takes no cluster and no time. A block that begins with `$ chimera-mpi` is one command and what it prints.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import cache
 from importlib import import_module
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import pytest
 
+from chimera_mpi import runlog
 from chimera_mpi.cli import COMMANDS, _parser, main
-from chimera_mpi.config import load
+from chimera_mpi.config import load, presets
 from chimera_mpi.schedule import SCHEMES
 from chimera_mpi.train import plan_job
 
@@ -55,8 +57,14 @@ def shown():
 
 
 def commands():
-    """All others: those in a block one after the other, since one may use what the last has made."""
-    return [block for block in blocks("") if not is_shown(block.values[0])]
+    """Those in a block one after the other, since one may use what the last has made."""
+    return [block for block in blocks("") if program_of(block.values[0].split()) in CARRIED_OUT]
+
+
+def program_of(words: list[str]) -> str:
+    """Its name, or of a script its kind; behind settings for its environment."""
+    name = next(dropwhile(SETTING.match, words), "")
+    return name if name in CARRIED_OUT else Path(name).suffix
 
 
 def inline():
@@ -104,34 +112,16 @@ def place(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("block", commands())
-def test_commands_can_be_given(block, place):
-    for line in block.replace("\\\n", " ").splitlines():
-        if words := shlex.split(line, comments=True):
-            carry_out(words)
-
-
-@pytest.mark.parametrize("words", inline())
-def test_commands_in_the_text_can_be_given(words, place):
-    """With an ellipsis or a capital for what the reader fills in, only their names are looked at."""
-    program, *rest = shlex.split(words)
-    if re.search(r"…|\.\.\.|\b[A-Z]{2,}\b", words) or len(rest) < 2:
-        assert program != "chimera-mpi" or rest[0] in COMMANDS
-    else:
-        carry_out([program, *rest])
-
-
 def carry_out(words: list[str]) -> None:
     """One command, with what it may have before it and the file that it may write to."""
-    settings = dict(word.split("=", 1) for word in words if SETTING.match(word) and words.index(word) == 0)
+    settings = dict(word.split("=", 1) for word in takewhile(SETTING.match, words))
     words = words[len(settings) :]
     if ">" in words:
         with open(words[words.index(">") + 1], "w") as target, redirect_stdout(target):
             carry_out(words[: words.index(">")])
         return
-    program = words[0] if words[0] in CARRIED_OUT else Path(words[0]).suffix
-    assert program in CARRIED_OUT, f"nobody knows how to try '{' '.join(words)}': is it a command? Else write ```text"
-    CARRIED_OUT[program](words, settings)
+    assert program_of(words) in CARRIED_OUT, f"nobody knows how to try '{' '.join(words)}'"
+    CARRIED_OUT[program_of(words)](words, settings)
 
 
 def ours(words: list[str], settings: dict[str, str], ranks: int = 1) -> None:
@@ -194,7 +184,7 @@ def submitted(words: list[str], settings: dict[str, str]) -> None:
     at = next(at for at, word in enumerate(words) if word.endswith(".sbatch"))
     reads(Path(words[at]))
     options = dict(word.removeprefix("--").split("=", 1) for word in words[1:at])
-    if "#SBATCH --array" not in options and words[at].endswith("train.sbatch"):
+    if words[at].endswith("/train.sbatch"):
         plan_job(load("gpt-tiny", words[at + 1 :]), int(options.get("nodes", 1)))
 
 
@@ -235,7 +225,43 @@ CARRIED_OUT = {
 }
 
 
-# ---- links and quotations
+@pytest.mark.parametrize("block", commands())
+def test_commands_can_be_given(block, place):
+    for line in block.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line, comments=True):
+            carry_out(words)
+
+
+@pytest.mark.parametrize("words", inline())
+def test_commands_in_the_text_can_be_given(words, place):
+    """With an ellipsis or a capital for what the reader fills in, only their names are looked at."""
+    program, *rest = shlex.split(words)
+    if re.search(r"…|\.\.\.|\b[A-Z]{2,}\b", words) or len(rest) < 2:
+        assert program != "chimera-mpi" or rest[0] in COMMANDS
+    else:
+        carry_out([program, *rest])
+
+
+# ---- tables, links and quotations
+
+
+def test_the_log_has_the_columns_that_are_listed():
+    text = (ROOT / "docs/log.md").read_text()
+    tables = {
+        "/steps/*": [column.name for column in runlog.STEPS],
+        "/workers/*": [column.name for column in runlog.WORKERS],
+        "/evaluations/*": [column.name for column in runlog.EVALUATIONS],
+        "/spans": runlog.SPAN.names,
+        "/sessions": runlog.SESSION.names,
+    }
+    for name, columns in tables.items():
+        (row,) = re.findall(rf"^\| `{re.escape(name)}` \|(.+)$", text, re.MULTILINE)
+        assert re.findall(r"`(\w+)`", row) == list(columns), name
+
+
+def test_all_commands_and_presets_are_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in [*COMMANDS, *presets()] if f"`{name}" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -272,6 +298,6 @@ def quoted() -> Iterator[str]:
         yield from re.findall(r"^> (.+)$", page.read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("message", quoted())
+@pytest.mark.parametrize("message", [*quoted()])
 def test_messages_are_quoted_as_they_are(message):
     assert message in said()

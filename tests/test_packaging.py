@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import email
-import re
 import shutil
 import subprocess
 import sys
@@ -66,12 +65,6 @@ def test_what_it_says_of_itself(built):
     assert set(told.get_all("Provides-Extra")) == {"mpich", "plot", "hf", "tensorboard", "test"}
     assert told.get_payload().startswith("# chimera_mpi")
     assert "chimera-mpi = chimera_mpi.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
-
-
-def test_links_of_the_readme_leave_nothing_out():
-    """The description on a package index is the README: what it links to is in the repository."""
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text()):
-        assert (ROOT / target).exists(), target
 
 
 def test_pins_fit_what_is_asked_for():

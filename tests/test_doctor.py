@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -132,21 +133,29 @@ def test_file_locks_are_really_tried(tmp_path, monkeypatch):
 JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_STEP_ID": "0"}
 CALM = {
     "squeue": "2999-01-01T00:00:00",
-    "ps": "srun --mpi=pmi2 --kill-on-bad-exit=1 chimera-mpi doctor",
     "scontrol write": "#!/bin/bash\n#SBATCH --signal=B:USR1@300\n",
     "scontrol show job": "JobId=7 Requeue=1",
 }
 
 
-def found_of_slurm(
-    library=MPICH._replace(size=4), programs=MappingProxyType({}), **environ
-) -> dict[str, findings.Finding]:
-    host = a_host(library, programs={**CALM, **programs}, **JOB, **environ)
-    return {found.name: found for found in slurm(host)}
+@pytest.fixture
+def examined(tmp_path):
+    """What is found of a job; `srun` are the options of a command of it, `of` the job that this says it is of."""
+
+    def examine(library=MPICH._replace(size=4), programs=MappingProxyType({}), srun="-K1", of="7", **environ):
+        process = tmp_path / "42"
+        process.mkdir()
+        for name, text in ("comm", "srun\n"), ("environ", f"A=b\0SLURM_JOB_ID={of}\0"):
+            (process / name).write_text(text)
+        (process / "cmdline").write_text("\0".join(["srun", "--mpi=pmi2", *srun.split(), "chimera-mpi", "doctor", ""]))
+        host = a_host(library, programs={**CALM, **programs}, **JOB, **environ)
+        return {found.name: found for found in slurm(replace(host, processes=tmp_path))}
+
+    return examine
 
 
-def test_a_job_as_it_should_be():
-    found = found_of_slurm(SLURM_MPI_TYPE="pmi2")
+def test_a_job_as_it_should_be(examined):
+    found = examined(SLURM_MPI_TYPE="pmi2")
     assert {finding.state for finding in found.values()} == {"ok"}
     assert "job 7, 4 tasks on n[1-2], --mpi=pmi2" in found["Slurm"].what
     assert "B:USR1@300" in found["Slurm requeue"].what
@@ -159,18 +168,21 @@ def test_a_job_as_it_should_be():
         ("Slurm", "error", "srun --mpi=pmix", {"library": OPEN_MPI, "SLURM_MPI_TYPE": "pmi2"}),
         ("Slurm", "error", "srun --mpi=pmi2", {"library": MPICH, "SLURM_MPI_TYPE": "none"}),
         ("Slurm", "ok", "--mpi=none", {"SLURM_MPI_TYPE": "none"}),  # mpiexec within the job
-        ("Slurm deaths", "warning", "--kill-on-bad-exit=1", {"programs": {"ps": "srun --mpi=pmi2 -N 2 me"}}),
-        ("Slurm deaths", "warning", "--kill-on-bad-exit=1", {"programs": {"ps": "srun --kill-on-bad-exit=0 me"}}),
-        ("Slurm deaths", "ok", "SLURM_KILL_BAD_EXIT", {"programs": {"ps": ""}, "SLURM_KILL_BAD_EXIT": "1"}),
-        ("Slurm deaths", "ok", "this cluster", {"programs": {"ps": "", "scontrol show config": "KillOnBadExit = 1"}}),
+        ("Slurm deaths", "ok", "srun ends all", {"srun": "--kill-on-bad-exit=1"}),
+        ("Slurm deaths", "ok", "srun ends all", {"srun": "--kill-on-bad-exit -N 2"}),
+        ("Slurm deaths", "warning", "--kill-on-bad-exit=1", {"srun": "-N 2"}),
+        ("Slurm deaths", "warning", "--kill-on-bad-exit=1", {"srun": "--kill-on-bad-exit=0"}),
+        ("Slurm deaths", "warning", "--kill-on-bad-exit=1", {"of": "8"}),
+        ("Slurm deaths", "ok", "SLURM_KILL_BAD_EXIT", {"srun": "", "SLURM_KILL_BAD_EXIT": "1"}),
+        ("Slurm deaths", "ok", "this cluster", {"srun": "", "programs": {"scontrol show config": "KillOnBadExit = 1"}}),
         ("Slurm limit", "ok", "none", {"programs": {"squeue": "NONE"}}),
         ("Slurm limit", "warning", "give seconds", {"programs": {"squeue": ""}}),
         ("Slurm requeue", "warning", "sbatch --requeue", {"programs": {"scontrol show job": "Requeue=0"}}),
         ("Slurm requeue", "ok", "no --signal", {"programs": {"scontrol write": "#!/bin/bash"}}),
     ],
 )
-def test_a_job_as_it_should_not_be(name, state, said, given):
-    found = found_of_slurm(**given)[name]
+def test_a_job_as_it_should_not_be(name, state, said, given, examined):
+    found = examined(**given)[name]
     assert found.state == state
     assert said in found.what + found.remedy
 

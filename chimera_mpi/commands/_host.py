@@ -59,6 +59,7 @@ class Host:
     machine_cores: int = 1
     ask: Callable[[Sequence[str]], str] = ask
     shared_memory: Path = Path("/dev/shm")
+    processes: Path = Path("/proc")
 
     @property
     def family(self) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 
 from ..errors import InputError
 from ..stopping import slurm_end, slurm_job
@@ -22,7 +24,7 @@ def slurm(host: Host) -> Iterator[Finding]:
         return
     yield _start(host, job)
     yield _end(host, job)
-    yield _deaths(host)
+    yield _deaths(host, job)
     yield _requeue(host, job)
 
 
@@ -56,9 +58,9 @@ def _as_run(ask: Callable[[Sequence[str]], str]) -> Callable[..., subprocess.Com
     return run
 
 
-def _deaths(host: Host) -> Finding:
+def _deaths(host: Host, job: str) -> Finding:
     """Whether a rank that dies takes the others along."""
-    if re.search(r"(^|\s)(-K\b|--kill-on-bad-exit(=1)?(\s|$))", host.ask(["ps", "-C", "srun", "-o", "args="])):
+    if any(re.search(r"\0(-K|--kill-on-bad-exit)(=?1)?\0", command) for command in _sruns(host.processes, job)):
         return ok("Slurm deaths", "srun ends all ranks when one dies")
     if host.environ.get("SLURM_KILL_BAD_EXIT") == "1":
         return ok("Slurm deaths", "SLURM_KILL_BAD_EXIT=1 ends all ranks when one dies")
@@ -66,6 +68,17 @@ def _deaths(host: Host) -> Finding:
         return ok("Slurm deaths", "this cluster ends all ranks when one dies")
     remedy = "srun --kill-on-bad-exit=1, or export SLURM_KILL_BAD_EXIT=1"
     return warning("Slurm deaths", "a rank that is killed may leave the others waiting", remedy)
+
+
+def _sruns(processes: Path, job: str) -> Iterator[str]:
+    """The command lines of this job's srun, words between NULs, where it runs on this node."""
+    number = job.partition("_")[0]
+    for process in processes.glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if (process / "comm").read_text().strip() == "srun":
+                environ = (process / "environ").read_text(errors="replace").split("\0")
+                if {f"SLURM_JOB_ID={number}", f"SLURM_ARRAY_JOB_ID={number}"} & set(environ):
+                    yield (process / "cmdline").read_text(errors="replace")
 
 
 def _requeue(host: Host, job: str) -> Finding:

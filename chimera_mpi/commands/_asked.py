@@ -70,7 +70,8 @@ def asked_of(args: argparse.Namespace) -> Asked:
         space = replace(space, recompute=(config.recompute,))
     if "sync" in given:
         space = replace(space, syncs=(config.sync,))
-    return Asked(Path(args.source).stem, args.machine, config, work_of(config), machine, mini_batch, space)
+    work = work_of(config, machine.device)
+    return Asked(Path(args.source).stem, args.machine, config, work, machine, mini_batch, space)
 
 
 def _schemes(args: argparse.Namespace, config: Config, given: set[str]) -> tuple[str, ...]:

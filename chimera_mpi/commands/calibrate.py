@@ -141,6 +141,7 @@ def measure(
         name=name or hosts[0],
         source=_source(config, hosts, threads, devices, thread is not None),
         workers_per_node=max(layout.sizes),
+        device=staging.device.type,
         memory_bytes=memory_bytes,
         layers=layers,
         updates=updates,

@@ -57,12 +57,13 @@ class Settings:
 
 def job_script(settings: Settings) -> str:
     """The text of the job. A pure function."""
+    keys = _keys(settings)
     blocks = {
-        "calibrate": [_keys(settings), _MEASURE],
-        "train": [_keys(settings), _POINT, _TRAIN],
-        "plan_and_train": [_keys(settings), _POINT, _PLAN, _TRAIN],
+        "calibrate": [_START, keys, _MEASURE],
+        "train": [_LISTEN, _START, keys, _POINT, _TRAIN],
+        "plan_and_train": [_LISTEN, _START, keys, _POINT, _PLAN, _TRAIN],
     }
-    return "\n".join([_directives(settings), _settings(settings), _START, *blocks[settings.what]])
+    return "\n".join([_directives(settings), _settings(settings), *blocks[settings.what]])
 
 
 _TITLES = {
@@ -113,6 +114,12 @@ def _keys(settings: Settings) -> str:
     return f"keys=({' '.join(map(shlex.quote, settings.keys))})"
 
 
+_LISTEN = """\
+# Slurm warns this shell alone. srun hands the signal to all ranks, which save and leave together with exit code 75.
+ranks='' warned='' asked=yes
+trap 'warned=yes asked=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1 TERM
+"""
+
 _START = """\
 # shellcheck source=scripts/slurm/env.sh
 source "$CHIMERA_ENV" || exit 2
@@ -145,12 +152,10 @@ CONFIG=$RUN/plan.toml
 """
 
 _TRAIN = """\
-# Slurm warns this shell alone. srun hands the signal to all ranks, which save and leave together with exit code 75.
-ranks='' warned='' asked=yes
-trap 'warned=yes asked=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1 TERM
 "${launcher[@]}" chimera-mpi train "$CONFIG" log="$RUN/log.h5" checkpoint="$RUN/checkpoints" resume=auto \\
     time_limit=auto "${keys[@]}" "$@" &
 ranks=$!
+[ -z "$warned" ] || kill -USR1 "$ranks"  # it came before there were ranks
 while [ "$asked" ]; do  # a trap ends a wait
     asked=''
     wait "$ranks"

@@ -76,6 +76,7 @@ class Found:
     moved_far: float | None = None
     sums: tuple[SumReading, ...] = ()
     slowdown: float = 1.0  # of layers in a pipeline, over those by themselves
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def calibrated(found: Found, layers: Sequence[LayerWork]) -> Calibrated:
         source=found.source,
         memory_bytes=_rounded(found.memory_bytes),
         workers_per_node=found.workers_per_node,
+        device=found.device,
         compute=Compute(points, _rounded(found.slowdown)),
         link=links.far,
         node_link=links.near,

@@ -59,6 +59,7 @@ class Point:
 
 
 MOST_FLOPS_PER_S = 1e17
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -251,8 +252,13 @@ class Machine:
     link: Link = part()
     allreduce: AllReduce = part()
     node_link: Link | None = part(None)
+    device: str = text("cpu or cuda: what a worker computes on, by which a layer keeps more or less", "cpu")
     overlap: Overlap = part(Overlap())
     optimizer: Optimizer = part(Optimizer())
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise InputError(f"machine.device={self.device!r} must be one of {', '.join(DEVICES)}")
 
     def forward_s(self, layer: LayerWork, samples: float) -> float:
         """Seconds of the forward of a micro-batch of `samples`.

@@ -194,6 +194,7 @@ def piz_daint(fitted: Fitted) -> Machine:
         source="Li and Hoefler 2021: a layer of Bert-48 on a P100; the rest fitted by scripts/bench/paper_tables.py",
         memory_bytes=USABLE_BYTES,
         workers_per_node=1,
+        device="cuda",
         compute=Compute(points, round_to(fitted.slowdown)),
         link=Link(LATENCY_S, round_to(fitted.s_per_byte)),
         allreduce=AllReduce(

@@ -13,7 +13,7 @@ import argparse
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -48,12 +48,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds):
             print(f"round {number + 1} of {args.rounds}", flush=True)
-            for depth in args.emulated:
-                for row in emulated(args, depth, Path(folder)):
-                    rows["emulated", depth, row.pop("micro_batches"), row.pop("scheme")].append(row)
-            for depth in args.real:
-                for row in real(args, depth, Path(folder)):
-                    rows["real", depth, row.pop("micro_batches"), row.pop("scheme")].append(row)
+            for kind, depths, take in (("emulated", args.emulated, emulated), ("real", args.real, real)):
+                for depth in depths:
+                    for row in take(args, depth, Path(folder)):
+                        key = kind, depth, row.pop("micro_batches"), row.pop("scheme")
+                        rows[key].append(row)
+                        share = row["predicted_s"] / row["measured_s"]
+                        said = "{} D={} N={} {}".format(*key)
+                        print(f"{said}: {1e3 * row['measured_s']:.1f} ms, predicted {share:.3f} of it", flush=True)
     summary = []
     for kind, depth, micro_batches in dict.fromkeys(key[:3] for key in rows):
         block = {key[3]: found for key, found in rows.items() if key[:3] == (kind, depth, micro_batches)}
@@ -112,12 +114,11 @@ def calibrated(ranks: int, folder: Path, quick: bool, *keys: str) -> Machine:
 # ---- real compute ------------------------------------------------------------------------------------------------
 
 
-def real(args: argparse.Namespace, depth: int, folder: Path) -> list[dict[str, Any]]:
+def real(args: argparse.Namespace, depth: int, folder: Path) -> Iterator[dict[str, Any]]:
     keys, micro_batches = [*MODEL, *args.keys], args.micro_batches or 4
     config = load("gpt-tiny", keys)
     work = work_of(config)
     machine = calibrated(depth, folder, args.quick, "gpt-tiny", *keys)
-    rows = []
     for scheme in args.schemes:
         choice = Choice(scheme, depth, 1, config.micro_batch_size, micro_batches, sync=config.sync)
         try:
@@ -126,8 +127,7 @@ def real(args: argparse.Namespace, depth: int, folder: Path) -> list[dict[str, A
         except InputError as error:
             print(f"left out: {error}")
             continue
-        rows.append(row(scheme, micro_batches, measured_s, predicted))
-    return rows
+        yield row(scheme, micro_batches, measured_s, predicted)
 
 
 def trained(depth: int, scheme: str, micro_batches: int, keys: Sequence[str], steps: int, folder: Path) -> float:

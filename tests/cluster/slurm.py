@@ -13,13 +13,14 @@ import re
 import secrets
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -108,6 +109,23 @@ class Slurm:
         time.sleep(1.5)  # for a second nodes refuse a job that they have ended
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
+    # ---- nodes
+
+    def crash(self, node: str) -> None:
+        """Kill all that runs on a node that has a network of its own, at once; nothing of it is left there."""
+        assert self.network is not None
+        inside = subprocess.run(
+            ["ip", "netns", "pids", self.network.namespace(node)], capture_output=True, text=True, check=True
+        )
+        for process in inside.stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        shutil.rmtree(self.folder / "spool" / node, ignore_errors=True)
+
+    def start_node(self, node: str) -> None:
+        (self.folder / "spool" / node).mkdir()
+        self._processes.start(self._node_command(node), self.folder / f"slurmd-{node}.log")
+
     def _until(self, condition, timeout_s: float, otherwise: str) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
@@ -131,8 +149,7 @@ class Slurm:
         (self.folder / "slurm.conf").write_text(self._configuration(control, ports))
         self._processes.start(["slurmctld", "-D", "-c"], self.folder / "slurmctld.log")
         for node in self.nodes:
-            (self.folder / "spool" / node).mkdir()
-            self._processes.start(self._node_command(node), self.folder / f"slurmd-{node}.log")
+            self.start_node(node)
         idle = f"{len(self.nodes)}"
         self._until(
             lambda: self.run("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D").stdout.strip() == idle,

@@ -72,6 +72,7 @@ def test_machines_that_ship():
         ("memory_bytes = 8000000000.0", "memory_bytes = -1", "machine.memory_bytes=-1 must be from 1 to 1e+18"),
         ("workers_per_node = 4", "workers_per_node = 0", "machine.workers_per_node=0 must be a whole number from 1"),
         ("workers_per_node = 4", "workers_per_node = 1.5", "machine.workers_per_node=1.5 must be a whole number"),
+        ('device = "cpu"', 'device = "tpu"', "machine.device='tpu' must be one of cpu, cuda"),
         ("workers_per_node = 4", "workers_per_node = true", "machine.workers_per_node=True must be a whole number"),
         ("[link]\nlatency_s = 0.001", "[link]\nlatency_s = nan", "link.latency_s=nan must be from 0 to 100"),
         ("[link]\nlatency_s = 0.001", "[link]\nlatency_s = '1 ms'", "link.latency_s='1 ms' must be from 0 to 100"),

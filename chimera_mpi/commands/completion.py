@@ -10,6 +10,8 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -28,7 +30,6 @@ class Place:
     `options` are those that take a value; `takes_keys`, whether key=value may follow.
     """
 
-    about: str
     words: tuple[str, ...] = ()
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     takes_keys: bool = False
@@ -48,27 +49,25 @@ def run(args: argparse.Namespace) -> int:
 
 def places() -> dict[str, Place]:
     """By the command, and by command and action where it has several."""
-    from ..cli import COMMANDS, Parser
-
-    found = {"": Place("", (*COMMANDS, "--help", "--version"))}
-    for name, about in COMMANDS.items():
-        parser = Parser(prog=name)
-        import_module(f"chimera_mpi.commands.{name}").add_arguments(parser)
-        found |= _places(name, about, parser)
+    commands = [module.name for module in iter_modules([str(Path(__file__).parent)]) if module.name[0] != "_"]
+    found = {"": Place((*commands, "--help", "--version"))}
+    for name in commands:
+        parser = argparse.ArgumentParser(prog=name)
+        import_module(f".{name}", __package__).add_arguments(parser)
+        found |= _places(name, parser)
     return found
 
 
-def _places(name: str, about: str, parser: argparse.ArgumentParser) -> dict[str, Place]:
+def _places(name: str, parser: argparse.ArgumentParser) -> dict[str, Place]:
     words: list[str] = []
     options: dict[str, tuple[str, ...]] = {}
     below: dict[str, Place] = {}
     takes_keys = False
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for word, sub in action.choices.items():
                 words.append(word)
-                below |= _places(f"{name} {word}", helps.get(word, ""), sub)
+                below |= _places(f"{name} {word}", sub)
         elif not action.option_strings:
             words += _values(action)
             takes_keys |= action.metavar == KEYS
@@ -76,7 +75,7 @@ def _places(name: str, about: str, parser: argparse.ArgumentParser) -> dict[str,
             words += action.option_strings
             if action.nargs != 0:
                 options |= dict.fromkeys(action.option_strings, _values(action))
-    return {name: Place(about, tuple(words), options, takes_keys), **below}
+    return {name: Place(tuple(words), options, takes_keys), **below}
 
 
 def _values(action: argparse.Action) -> tuple[str, ...]:

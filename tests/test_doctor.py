@@ -46,7 +46,6 @@ def one(found) -> findings.Finding:
 @pytest.mark.parametrize(
     ("check", "host", "state", "said"),
     [
-        (checks.mpi_library, a_host("no libmpi.so"), "error", "cannot be loaded: no libmpi.so"),
         (checks.mpi_library, a_host(), "ok", "MPICH Version: 5.0.2"),
         (checks.thread_level, a_host(MPICH._replace(level="serialized")), "warning", "progress=poll"),
         (checks.launcher, a_host(MPICH._replace(size=4), PMI_SIZE="4"), "ok", "4 ranks"),
@@ -77,8 +76,9 @@ def test_a_check_says_what_it_finds_and_what_to_do(check, host, state, said):
 
 
 def test_without_mpi_nothing_is_said_of_it():
-    without = a_host("no libmpi.so")
-    assert [check(without) for check in (checks.thread_level, checks.largest_tag, checks.launcher)] == [None] * 3
+    without = a_host(None)
+    of_mpi = (checks.mpi_library, checks.thread_level, checks.largest_tag, checks.launcher)
+    assert [check(without) for check in of_mpi] == [None] * 4
     assert checks.mpiexec(without) is None
     assert checks.mpiexec(a_host(PMI_SIZE="2")) is None  # the ranks are there: how others are started matters no more
 
@@ -263,9 +263,18 @@ def test_a_machine_without_mpi(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT), "MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")},
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "error    MPI library    cannot be loaded" in done.stdout
+    assert done.stdout.startswith("error    MPI library    cannot be loaded: ")
     assert "-> pip install 'chimera-mpi[mpich]'" in done.stdout
     assert "file locks" in done.stdout and not done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_torch(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["doctor", "--log", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith("error    torch          cannot be loaded: import of torch halted")
+    assert main(["doctor", "--parity"]) == 2
+    assert "torch cannot be loaded: " in capsys.readouterr().err
 
 
 def test_keys_are_for_parity(capsys):

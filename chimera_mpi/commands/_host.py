@@ -50,9 +50,9 @@ def ask(command: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """All that a check may look at. `library` is a text where MPI cannot be loaded: why. `folder` is that of logs."""
+    """All that a check may look at. `library` is None where MPI cannot be loaded. `folder` is that of logs."""
 
-    library: Library | str
+    library: Library | None
     share: Share
     folder: Path
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Host:
     @property
     def family(self) -> str:
         """That of its MPI library."""
-        return family_of(self.library.text) if isinstance(self.library, Library) else ""
+        return family_of(self.library.text) if self.library else ""
 
     @property
     def is_launched(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import InputError
 from ..stopping import slurm_end, slurm_job
 from ._findings import Finding, error, from_message, ok, warning
-from ._host import Host, Library
+from ._host import Host
 
 PMI_OF = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmi1", "pmix", "cray_shasta")}  # srun --mpi= that can start them
 
@@ -32,7 +32,7 @@ def _start(host: Host, job: str) -> Finding:
     tasks, nodes = host.environ.get("SLURM_NTASKS", "?"), host.environ.get("SLURM_JOB_NODELIST", "?")
     kind = host.environ.get("SLURM_MPI_TYPE", "")
     told = f"job {job}, {tasks} tasks on {nodes}" + (f", --mpi={kind}" if kind else "")
-    is_alone = isinstance(host.library, Library) and host.library.size == 1 and tasks != "1"
+    is_alone = host.library and host.library.size == 1 and tasks != "1"
     if kind and is_alone and host.family and not kind.startswith(PMI_OF[host.family]):
         remedy = f"srun --mpi={PMI_OF[host.family][0]} (srun --mpi=list shows what there is)"
         return error("Slurm", f"{told}, which does not start {host.family}", remedy)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ._devices import find_staging
-from ._findings import Finding, lines, worst
+from ._findings import Finding, error, lines, worst
 from ._host import Host, Library, Share
-from ._host_checks import OF_NODES, examine
+from ._host_checks import NO_MPI, OF_NODES, examine
 from ._job_checks import Ranks, examine_together
 from ._ranks import ending_together, library_name
 
@@ -36,12 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.overrides and not args.parity:
         raise InputError(f"{args.overrides[0]} is for --parity: give it, or leave the keys out")
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as missing:  # it finds no libmpi
-        if args.parity:
-            raise InputError(f"MPI cannot be loaded: {_one_line(missing)}; chimera-mpi doctor says more") from None
-        return _tell(list(_alone(args.log, _one_line(missing))), args.json)
+    amiss = _amiss()
+    if amiss and args.parity:
+        raise InputError(f"{amiss.name} {amiss.what}: chimera-mpi doctor says more")
+    if amiss:
+        return _tell([amiss, *_alone(args.log)], args.json)
+    from mpi4py import MPI
+
     world = MPI.COMM_WORLD
     with ending_together(world):
         try:
@@ -52,8 +54,17 @@ def run(args: argparse.Namespace) -> int:
             return 2
 
 
-def _one_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+def _amiss() -> Finding | None:
+    """Which library, without which the others cannot be asked, is not there."""
+    for name, module, remedy in (
+        ("torch", "torch", "pip install torch, of https://pytorch.org/get-started for your GPUs"),
+        ("MPI library", "mpi4py.MPI", NO_MPI),
+    ):
+        try:
+            import_module(module)
+        except (ImportError, OSError, RuntimeError) as missing:
+            return error(name, f"cannot be loaded: {str(missing).splitlines()[0]}", remedy)
+    return None
 
 
 def _tell(findings: list[Finding], as_json: bool) -> int:
@@ -65,11 +76,10 @@ def _tell(findings: list[Finding], as_json: bool) -> int:
     return int(worst(findings) == "error")
 
 
-def _alone(folder: Path, missing: str) -> list[Finding]:
+def _alone(folder: Path) -> list[Finding]:
     """What can be said without MPI."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = Share(1, own, own)
-    return list(examine(Host(missing, share, folder, os.environ, os.cpu_count() or own)))
+    return list(examine(Host(None, Share(1, own, own), folder, os.environ, os.cpu_count() or own)))
 
 
 def _examine(world: Any, args: argparse.Namespace) -> int:

@@ -39,6 +39,7 @@ COMMANDS = {
     "watch": "watch a run in progress, from its log",
     "report": "sum up a run and draw its planned and its measured step",
     "doctor": "look at this machine, try its MPI, compare training with one process",
+    "completion": "what completes all this in bash, fish or zsh",
 }
 
 

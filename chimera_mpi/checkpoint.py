@@ -1,14 +1,18 @@
 """Checkpoints on disk: a folder a step, a file a layer, and a manifest that says what they must be.
 
     FOLDER/step-00000120/                120 steps are done
-        manifest.json                    what was trained how; the size and the checksum of each layer's file
+        manifest.json                    what was trained how; the size and the checksum of each other file
         layer-00000.safetensors          weights/NAME, and optimizer/NAME/KEY of what is trained
+        tokenizer.json                   attached: how text became tokens, unless bytes did
     FOLDER/step-00000160.part/           being written, or left by a run that was killed meanwhile
     FOLDER/step-00000160.superseded/     set aside: the run went on from an earlier one
 
 A checkpoint gets its name once all of it is on disk, so a name is never that of half a one. It knows nothing of ranks:
 a layer's file has the whole layer, whichever ranks wrote it, and any layout reads what it needs. Nothing in it is
 code: safetensors and JSON only. The first line of the manifest is the checksum of all that follows.
+
+One that is `weights_only` is no run's: it has a model and no optimizer, 0 steps are done, and any run of that model may
+begin with it, on any data.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class LayerFile(NamedTuple):
-    """What the manifest says of a file."""
+    """What the manifest says of a file, a layer's or another."""
 
     name: str
     nbytes: int
@@ -58,12 +62,17 @@ class Checkpoint:
     step: int  # so many are done
     files: tuple[LayerFile, ...]  # by layer
     facts: dict[str, Any]
+    attached: tuple[LayerFile, ...] = ()
+
+    @property
+    def weights_only(self) -> bool:
+        return bool(self.facts.get("weights_only"))
 
     def verify(self, layers: Iterable[int]) -> None:
         """Read the files of these layers. Raises InputError if one is not what was written."""
         for index in layers:
             with _open(self.path / self.files[index].name) as file:
-                self._check(index, iter(partial(file.read, BLOCK_BYTES), b""))
+                self._check(self.files[index], iter(partial(file.read, BLOCK_BYTES), b""))
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         """Of the named tensors of a layer. Raises InputError."""
@@ -75,7 +84,7 @@ class Checkpoint:
         """The named tensors of a layer, on the CPU. Raises InputError."""
         path = self.path / self.files[index].name
         content = _read(path)
-        self._check(index, [content])
+        self._check(self.files[index], [content])
         with refusing(f"{path} is not what it is called"):
             return load(content)
 
@@ -83,8 +92,17 @@ class Checkpoint:
         """Of a layer, as its `load_state_dict` wants them. Raises InputError."""
         return {name.removeprefix(WEIGHTS): t for name, t in self.layer(index).items() if name.startswith(WEIGHTS)}
 
-    def _check(self, index: int, blocks: Iterable[bytes]) -> None:
-        file, nbytes, checksum = self.files[index], 0, _Checksum()
+    def attachment(self, name: str) -> bytes | None:
+        """What is in a file that is not a layer's, if there is one of that name. Raises InputError."""
+        for file in self.attached:
+            if file.name == name:
+                content = _read(self.path / name)
+                self._check(file, [content])
+                return content
+        return None
+
+    def _check(self, file: LayerFile, blocks: Iterable[bytes]) -> None:
+        nbytes, checksum = 0, _Checksum()
         for block in blocks:
             checksum.update(block)
             nbytes += len(block)
@@ -121,8 +139,9 @@ def _opened(path: Path) -> Checkpoint:
             raise InputError(
                 f"{path} has schema {body['schema']} and this version knows up to {SCHEMA}: update chimera-mpi"
             )
-        checkpoint = Checkpoint(path, body["step"], tuple(LayerFile(*file) for file in body["layers"]), body["facts"])
-    for file in checkpoint.files:
+        layers, attached = (tuple(LayerFile(*file) for file in body.get(key, ())) for key in ("layers", "attached"))
+        checkpoint = Checkpoint(path, body["step"], layers, body["facts"], attached)
+    for file in (*checkpoint.files, *checkpoint.attached):
         there = (path / file.name).stat().st_size if (path / file.name).is_file() else None
         if there is None:
             raise InputError(f"{path / file.name} is missing")
@@ -225,24 +244,40 @@ class Draft:
 
     def write(self, index: int, tensors: Tensors) -> LayerFile:
         """Put a layer on disk."""
+        return self._put(f"layer-{index:05d}.safetensors", safetensors_blocks(tensors))
+
+    def _put(self, name: str, blocks: Iterable[memoryview]) -> LayerFile:
         self.part.mkdir(parents=True, exist_ok=True)
-        name = f"layer-{index:05d}.safetensors"
         checksum, nbytes = _Checksum(), 0
         with open(self.part / name, "wb", buffering=0) as file:
-            for block in safetensors_blocks(tensors):
+            for block in blocks:
                 checksum.update(block)
                 nbytes += len(block)
                 _write(file.fileno(), block)
             os.fsync(file.fileno())
         return LayerFile(name, nbytes, checksum.hexdigest())
 
-    def commit(self, files: Mapping[int, LayerFile], facts: Mapping[str, Any], keep: int, since: int) -> Path:
-        """All `files`, by layer, are on disk: give it its name. The last `keep` of the checkpoints stay.
+    def commit(
+        self,
+        files: Mapping[int, LayerFile],
+        facts: Mapping[str, Any],
+        keep: int,
+        since: int,
+        attached: Mapping[str, bytes] = {},
+    ) -> Path:
+        """All `files`, by layer, are on disk: give it its name. The last `keep` of the checkpoints stay. `attached` are
+        other files that belong to it, by name.
 
         The run's last one before is that of step `since`: those that follow it are damaged, or of another course of the
         run, and are set aside.
         """
-        body = {"format": FORMAT, "schema": SCHEMA, "step": self.step, "layers": [files[i] for i in range(len(files))]}
+        body = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "step": self.step,
+            "layers": [files[i] for i in range(len(files))],
+            "attached": [self._put(name, [memoryview(content)]) for name, content in attached.items()],
+        }
         rest = json.dumps({**body, "facts": facts}, indent=1).removeprefix("{\n").encode()
         with open(self.part / MANIFEST, "wb") as file:
             file.write(_first_line(rest) + b"\n" + rest)

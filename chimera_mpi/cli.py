@@ -14,18 +14,23 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from keyword import iskeyword
 from types import ModuleType
 from typing import NoReturn
 
 from .errors import InputError, RunFailed
 from .schedule import nearest
 
-# Each subcommand is the module of that name in `commands/`: to add one, write the module and a line here.
+# Each subcommand is the module of that name in `commands/` (`import_` for a word of Python's): to add one, write the
+# module and a line here.
 COMMANDS = {
     "show": "draw a schedule and say what it costs",
     "compare": "a table of all schemes for one shape",
     "check": "check a schedule in a CSV file and draw it",
     "data": "make the token file that train reads",
+    "import": "make a checkpoint of GPT-2's or BERT's weights as Hugging Face keeps them",
+    "export": "write a checkpoint as transformers loads it",
+    "generate": "continue a text by a checkpoint, on one process",
     "train": "train a model on all ranks of an MPI job",
     "plan": "choose how to train a model on a machine, and predict the step",
     "bench": "measure schedules on this machine and network, without a GPU",
@@ -34,6 +39,7 @@ COMMANDS = {
     "watch": "watch a run in progress, from its log",
     "report": "sum up a run and draw its planned and its measured step",
     "doctor": "look at this machine, try its MPI, compare training with one process",
+    "completion": "what completes all this in bash, fish or zsh",
 }
 
 
@@ -73,7 +79,7 @@ def _run(words: list[str]) -> int:
     if words[0] not in COMMANDS:
         what = "option" if words[0].startswith("-") else "command"
         raise InputError(f"unknown {what} '{words[0]}': {nearest(words[0], [*COMMANDS, '--help', '--version'])}")
-    command = import_module(f".commands.{words[0]}", __package__)
+    command = import_module(f".commands.{words[0]}{'_' * iskeyword(words[0])}", __package__)
     try:
         args = _parser(words[0], command).parse_args(words[1:])
     except SystemExit as stop:  # --help has been printed

@@ -53,9 +53,8 @@ def layout_of(run: Run, session: int = -1) -> Layout:
 def _layout(config: str, costs: str, width: int, done: int) -> Layout:
     """Keys that this version does not know are passed over."""
     asked = checked({key: value for key, value in json.loads(config).items() if key in Config.model_fields})
-    if asked.order == "drawn":
-        return Layout(asked, width, schedule_of(asked, done=done))
-    return Layout(asked, width, schedule_of(asked, by_thirds(json.loads(costs), asked.recompute != "none")))
+    ordered_by = None if asked.order == "drawn" else by_thirds(json.loads(costs), asked.recompute != "none")
+    return Layout(asked, width, schedule_of(asked, ordered_by, done))
 
 
 def layout_of_step(run: Run, step: int) -> Layout:

@@ -31,8 +31,17 @@ class Saver:
     is a RunFailed on all of them at the same step.
     """
 
-    def __init__(self, pipeline: Pipeline, folder: Path, keep: int, least_free: float = LEAST_FREE):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        folder: Path,
+        keep: int,
+        least_free: float = LEAST_FREE,
+        attached: Mapping[str, bytes] = {},
+    ):
+        """`attached` are files that go into every checkpoint, by name."""
         self.pipeline, self.folder, self.keep, self.least_free = pipeline, folder, keep, least_free
+        self.attached = attached
         self.world, self.patience = pipeline.grid.world, pipeline.patience
         self.newest: Path | None = None  # of those that this run has written, or goes on from in its folder
         self.newest_step = -1
@@ -57,7 +66,7 @@ class Saver:
             since, self.saved, self._began_s = self.saved, step, time.monotonic()
             draft = self._draft = Draft(self.folder, step)
             self._work = self._begin(draft)
-            self._next = lambda files: draft.commit(files, facts, self.keep, since)
+            self._next = lambda files: draft.commit(files, facts, self.keep, since, self.attached)
         if wait:
             self.finish()
 

@@ -12,7 +12,7 @@ import numpy as np
 from .config import Config
 from .data import Batches, Corpus, MaskedBatches
 from .errors import InputError
-from .models import BERT, GPT, Model, bert, gpt, user_model
+from .models import BERT, GPT, SHAPE, Model, bert, gpt, user_model
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,7 @@ def task_of(config: Config) -> Task:
             f"sequence_length={config.sequence_length} is more than positions={config.positions}: "
             f"set positions={config.sequence_length}"
         )
-    shape: dict[str, Any] = {
-        "layers": config.layers,
-        "hidden": config.hidden,
-        "heads": config.heads,
-        "vocabulary": config.vocabulary,
-        "positions": config.positions,
-        "tied": config.tied,
-        "dropout": config.dropout,
-    }
+    shape = {key: getattr(config, key) for key in SHAPE}
     if config.model == "gpt":
         return Task(gpt(GPT(**shape)), vocabulary=config.vocabulary)
     return Task(bert(BERT(**shape)), MaskedBatches, inputs=2, special_tokens=4, vocabulary=config.vocabulary)
@@ -59,7 +51,7 @@ def random_corpus(config: Config, task: Task) -> Corpus:
 
 def check_vocabulary(task: Task, corpus: Corpus) -> None:
     """Raises InputError if the samples have tokens that the model does not know."""
-    needed = corpus.vocabulary + task.special_tokens
+    needed = corpus.vocabulary_with_specials if task.special_tokens else corpus.vocabulary
     if task.vocabulary is not None and task.vocabulary < needed:
         raise InputError(
             f"vocabulary={task.vocabulary} is less than the {needed} tokens of samples of {corpus.path}: "

@@ -293,7 +293,8 @@ class Run:
         self.identity = identity_of(job, corpus)
         self.first, self._began_s = 0, math.nan
         self.makes_up = isinstance(resumed, Begun)
-        self.saver = Saver(self.pipeline, config.checkpoint, config.checkpoint_keep) if config.checkpoint else None
+        self.tokenizer = corpus.tokenizer
+        self.saver = self._saver()
         if resumed:
             self._resume(Begun.at(resumed) if isinstance(resumed, Checkpoint) else resumed)
         self.here = self.pipeline.worker.here
@@ -366,6 +367,13 @@ class Run:
         if self.saver and begun.path:
             self.saver.go_on_from(begun.path, begun.saved)
 
+    def _saver(self) -> Saver | None:
+        config = self.job.config
+        if config.checkpoint is None:
+            return None
+        attached = self.tokenizer.files if self.tokenizer else {}
+        return Saver(self.pipeline, config.checkpoint, config.checkpoint_keep, attached=attached)
+
     def facts(self, next_step: int) -> dict[str, Any]:
         """What a checkpoint says beside the layers."""
         scale = self.pipeline.loss_scale
@@ -379,6 +387,7 @@ class Run:
             "next_sample": next_step * sum(self.job.sizes),
             "loss_scale": (scale.value, scale.steps) if scale else None,
             "rules": RULES,
+            "tokenizer": self.tokenizer.facts if self.tokenizer else None,
             "log": str(self.log.path.absolute()) if self.log else None,
             "versions": {package: version(package) for package in ("chimera-mpi", "torch", "safetensors")},
         }
@@ -625,8 +634,11 @@ def steps_done(checkpoint: Checkpoint | None, config: Config) -> int:
 
 
 def check_resumed(checkpoint: Checkpoint, job: Job, corpus: Corpus) -> None:
-    """Raises InputError if the job cannot go on from it."""
-    check_same(str(checkpoint.path), checkpoint.facts["identity"], identity_of(job, corpus))
+    """Raises InputError if the job cannot go on from it, or begin with its weights."""
+    here = identity_of(job, corpus)
+    if checkpoint.weights_only:
+        here = {key: here[key] for key in ("model", *OF_OUR_MODELS) if key in here}
+    check_same(str(checkpoint.path), checkpoint.facts["identity"], here)
     model = job.task.model
     if len(checkpoint.files) != len(model.layers):
         raise InputError(f"{checkpoint.path} is of a model of {len(checkpoint.files)} layers, not {len(model.layers)}")
@@ -655,7 +667,11 @@ def measured(
     if config.partition != "measured":
         return job
     cut_by = ("partition", "scheme", "depth", "chunks", "waves", "pairs")
-    if before and all(before.facts["config"][key] == getattr(config, key) for key in cut_by):
+    if (
+        before
+        and not before.weights_only
+        and all(before.facts["config"][key] == getattr(config, key) for key in cut_by)
+    ):
         cuts = cut_at(before.facts["partition"], len(job.task.model.layers), job.plan.schedule.stages)
         costs = tuple(before.facts["costs"])
         plan = ordered(config, job.plan, costs)

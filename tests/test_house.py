@@ -19,7 +19,7 @@ FLOORS = [
     {"schedule", "stopping"},
     {"timeline", "draw"},
     {"predict", "models", "data", "config", "checkpoint"},
-    {"runlog", "runtime", "tasks"},
+    {"runlog", "runtime", "tasks", "trained"},
     {"saving", "sampled"},
     {"train", "report", "watch", "work"},
     {"prediction"},
@@ -34,7 +34,7 @@ NEIGHBOURS_ALLOWED = {("draw", "timeline")}
 HOMES = {
     "h5py": {"data", "runlog"},
     "mpi4py": {"runtime", "saving", "commands"},
-    "torch": {"models", "runtime", "checkpoint", "train", "trainer", "commands"},
+    "torch": {"models", "runtime", "checkpoint", "train", "trained", "trainer", "commands"},
     "pydantic": {"config"},
 }
 

@@ -327,14 +327,6 @@ def build():
 """
 
 
-def test_the_doctor_examines_the_machine(folder):
-    done = launch.chimera(2, "doctor", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    for what in ("MPI ", "thread level", "largest tag", "cores", "HDF5 locking", "ring of 1 MiB", "all-reduce"):
-        assert what in done.stdout
-    assert "error" not in done.stdout
-
-
 def test_a_measured_partition_shares_out_seconds():
     job = plan_job(load("gpt-tiny", ["scheme=chimera", "depth=2", "partition=measured"]), 2)
     seconds = [1.0] * len(job.task.model.layers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from ..predict.planner import RIVAL, Outcome, described, search
 from ._asked import Asked, progress_bar
 from ._plan import write
 from ._planned import columns, figures
+from ._terminal import speaks_unicode
 
 
 class Scale(NamedTuple):
@@ -66,7 +66,7 @@ def _scale_told(asked: Asked, rows: Sequence[Scale], strong: bool) -> Iterator[s
             yield f"{row.workers} workers: {row.refusal}"
     yield ""
     if len(efficiency) > 1:
-        yield chart_text(_charts(asked, rows, strong)[1], ascii=not _speaks_unicode())
+        yield chart_text(_charts(asked, rows, strong)[1], ascii=not speaks_unicode())
 
 
 def _scale_row(row: Scale, efficiency: dict[float, float]) -> list[str]:
@@ -116,7 +116,3 @@ def _scale_figures(asked: Asked, row: Scale) -> dict[str, Any]:
     if row.outcome is None:
         return {"workers": row.workers, "mini_batch": row.mini_batch, "refused": row.refusal}
     return {"workers": row.workers, **figures(asked, row.outcome)}
-
-
-def _speaks_unicode() -> bool:
-    return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")

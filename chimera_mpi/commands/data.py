@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from ..data import Prepared
 
 EXAMPLE = """\
   chimera-mpi data prepare -o data/corpus.h5                 the texts that every Python carries
-  chimera-mpi data prepare -o data/mine.h5 notes.txt docs/   texts of your own"""
+  chimera-mpi data prepare -o data/mine.h5 notes.txt docs/   texts of your own
+  chimera-mpi data prepare -o data/web.h5 'crawl/**/*.jsonl.gz' --field text --tokenizer bpe:16000"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="prepare")
-    prepare = actions.add_parser("prepare", help="turn texts into one HDF5 file of byte tokens")
+    prepare = actions.add_parser("prepare", help="turn texts into one HDF5 file of tokens")
     prepare.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="must not exist")
-    prepare.add_argument("sources", type=Path, nargs="*", help="texts or folders; without any, Python's own")
+    prepare.add_argument(
+        "sources",
+        type=Path,
+        nargs="*",
+        help="texts, JSON lines (.jsonl), either gzipped or not, folders or globs; without any, Python's own",
+    )
+    prepare.add_argument(
+        "--tokenizer",
+        default="byte",
+        metavar="byte|bpe:SIZE|tokenizer.json",
+        help="a byte a token; byte-level BPE of so many tokens, learnt from the texts; or one that is given",
+    )
+    prepare.add_argument("--end-token", metavar="TOKEN", help="of a given tokenizer: what closes a document")
+    prepare.add_argument("--field", default="text", metavar="NAME", help="of JSON lines: where the text is")
+    prepare.add_argument(
+        "--errors",
+        default="replace",
+        metavar="replace|skip|strict",
+        help="what is not UTF-8 becomes U+FFFD, keeps its document out, or is refused",
+    )
     prepare.add_argument("--validation-fraction", type=float, default=0.1, metavar="SHARE")
     prepare.add_argument("--seed", type=int, default=0, help="of the split into training and validation documents")
 
@@ -22,15 +52,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..data import prepare
 
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    made = prepare(args.output, args.sources, args.seed, args.validation_fraction)
+    try:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {args.output} ({error}): give a path with room for it") from error
+    with _progress_bar() as tell:
+        made = prepare(
+            args.output,
+            args.sources,
+            args.seed,
+            args.validation_fraction,
+            tokenizer=args.tokenizer,
+            end_name=args.end_token,
+            field=args.field,
+            errors=args.errors,
+            tell=tell,
+        )
     print(describe(made))
     return 0
 
 
-def describe(made) -> str:
-    """What `prepare` made, in a line."""
-    return (
+def describe(made: Prepared) -> str:
+    """What `prepare` made, in a line; and in another what it left out or changed."""
+    told = (
         f"{made.path}: {made.documents} documents, {made.train_tokens:,} tokens to train on and "
-        f"{made.validation_tokens:,} to validate with, unigram entropy {made.unigram_entropy_nats:.4f} nats"
+        f"{made.validation_tokens:,} to validate with, vocabulary {made.vocabulary}, "
+        f"unigram entropy {made.unigram_entropy_nats:.4f} nats"
     )
+    left_out = [f"{count:,} {reason}" for reason, count in made.left_out.items() if count]
+    remarks = [f"left out: {', '.join(left_out)}"] if left_out else []
+    if made.broken:
+        remarks.append(f"{made.broken:,} places that were not UTF-8 replaced by U+FFFD")
+    return "\n".join([told, "; ".join(remarks)] if remarks else [told])
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """On a terminal, a bar that runs while texts are read."""
+    if not sys.stderr.isatty():
+        yield lambda what, done_bytes, of_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, told = bar.add_task("texts", total=None), [0.0]
+
+        def tell(what: str, done_bytes: int, of_bytes: int) -> None:
+            if time.monotonic() - told[0] > 0.1:
+                told[0] = time.monotonic()
+                bar.update(task, description=what, completed=done_bytes, total=of_bytes)
+
+        yield tell

@@ -1,130 +1,110 @@
-"""Look at this machine as `train` would meet it; under mpirun, try messages and all-reduces. `--parity` compares a
-training step of a scheme with one process."""
+"""Look at this machine as `train` would meet it: MPI, launcher, cores, memory, files, devices, Slurm.
+
+Under mpirun or srun all ranks are compared, and messages, sums and overlap are tried, in a few seconds. Exit code 1 if
+anything is wrong. `--parity` compares a training step of a scheme with one process.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 from ..errors import InputError
 from ._devices import find_staging
-from ._ranks import ending_together, library_name, refuse_singletons
+from ._findings import Finding, error, lines, worst
+from ._host import Host, Library, Share
+from ._host_checks import NO_MPI, OF_NODES, examine
+from ._job_checks import Ranks, examine_together
+from ._ranks import ending_together, library_name
 
 EXAMPLE = """\
+  chimera-mpi doctor
   mpirun -n 4 chimera-mpi doctor
   mpirun -n 4 chimera-mpi doctor --parity scheme=chimera depth=4 micro_batches=8"""
 
 
-class Finding(NamedTuple):
-    """`state` is ok, warning or error."""
-
-    state: str
-    what: str
-    found: str
-    remedy: str = ""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log", type=Path, default=Path("runs"), metavar="FOLDER", help="of logs; default: runs")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--parity", action="store_true", help="does training equal one process here?")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="of --parity, such as scheme=chimera depth=4")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.overrides and not args.parity:
+        raise InputError(f"{args.overrides[0]} is for --parity: give it, or leave the keys out")
+    amiss = _amiss()
+    if amiss and args.parity:
+        raise InputError(f"{amiss.name} {amiss.what}: chimera-mpi doctor says more")
+    if amiss:
+        return _tell([amiss, *_alone(args.log)], args.json)
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     with ending_together(world):
         try:
-            return _parity(world, args.overrides) if args.parity else _examine(world)
+            return _parity(world, args.overrides) if args.parity else _examine(world, args)
         except InputError:
             if world.rank == 0:
                 raise
             return 2
 
 
-def _examine(world: Any) -> int:
-    findings = list(_findings(world))
-    if world.rank == 0:
-        for finding in findings:
-            print(
-                f"{finding.state:8}{finding.what:16}{finding.found}" + (f": {finding.remedy}" if finding.remedy else "")
-            )
-    return int(any(finding.state == "error" for finding in findings))
+def _amiss() -> Finding | None:
+    """Which library, without which the others cannot be asked, is not there."""
+    for name, module, remedy in (
+        ("torch", "torch", "pip install torch, of https://pytorch.org/get-started for your GPUs"),
+        ("MPI library", "mpi4py.MPI", NO_MPI),
+    ):
+        try:
+            import_module(module)
+        except (ImportError, OSError, RuntimeError) as missing:
+            return error(name, f"cannot be loaded: {str(missing).splitlines()[0]}", remedy)
+    return None
 
 
-def _findings(world: Any) -> Iterator[Finding]:
+def _tell(findings: list[Finding], as_json: bool) -> int:
+    """Print them; the exit code."""
+    if as_json:
+        print(json.dumps({"worst": worst(findings), "findings": [finding._asdict() for finding in findings]}, indent=2))
+    else:
+        print(*lines(findings), sep="\n")
+    return int(worst(findings) == "error")
+
+
+def _alone(folder: Path) -> list[Finding]:
+    """What can be said without MPI."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return list(examine(Host(None, Share(1, own, own), folder, os.environ, os.cpu_count() or own)))
+
+
+def _examine(world: Any, args: argparse.Namespace) -> int:
+    """Rank 0 for all, a rank of each other node for what is its own, then all together."""
     from mpi4py import MPI
 
+    from ..config import checked
     from ..runtime.grid import find_node
     from ..runtime.mailbox import tag_bound
 
-    yield Finding("ok", "MPI", library_name())
-    levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
-    yield Finding("ok", "thread level", levels.get(MPI.Query_thread(), "multiple"))
-    yield Finding("ok", "largest tag", str(tag_bound(world)))
-    yield _launcher(world)
     node = find_node(world)
-    shared = node.ranks > node.cores
-    yield Finding(
-        "warning" if shared else "ok",
-        "cores",
-        f"{node.ranks} ranks on {node.cores} cores of this node, {node.threads} thread(s) each, {node.patience}",
-        "ranks share cores: start fewer for speed" if shared else "",
+    levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
+    library = Library(
+        " ".join(library_name().split()), levels.get(MPI.Query_thread(), "multiple"), tag_bound(world), world.size
     )
-    yield _locking()
-    yield _devices(world, node.rank)
-    if world.size > 1:
-        yield _ring(world, node.patience)
-        yield _allreduce(world, node.patience)
-
-
-def _devices(world: Any, local_rank: int) -> Finding:
-    from ..config import checked
-
-    return Finding("ok", "devices", find_staging(world, local_rank, checked({}))[1])
-
-
-def _launcher(world: Any) -> Finding:
-    try:
-        refuse_singletons(world.size, os.environ)
-    except InputError as error:
-        return Finding("error", "launcher", str(error))
-    return Finding("ok", "launcher", f"{world.size} rank(s)")
-
-
-def _locking() -> Finding:
-    from ..runlog import locks_wanted
-
-    if locks_wanted(os.environ):
-        return Finding("ok", "HDF5 locking", "on")
-    return Finding("warning", "HDF5 locking", "off", "two runs on one log would not see each other")
-
-
-def _ring(world: Any, patience: Any) -> Finding:
-    import numpy as np
-
-    sent, received = np.full(1 << 17, world.rank, dtype=np.float64), np.empty(1 << 17)
-    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-    started = time.perf_counter()
-    patience.wait(world.Irecv(received, before), world.Isend(sent, after))
-    seconds = time.perf_counter() - started
-    whole = all(world.allgather(bool((received == before).all())))
-    return Finding("ok" if whole else "error", "ring of 1 MiB", f"{seconds * 1e3:.2f} ms" if whole else "wrong values")
-
-
-def _allreduce(world: Any, patience: Any) -> Finding:
-    import numpy as np
-    from mpi4py import MPI
-
-    numbers = np.full(1 << 17, world.rank + 1.0)
-    started = time.perf_counter()
-    patience.wait(world.Iallreduce(MPI.IN_PLACE, numbers))
-    seconds = time.perf_counter() - started
-    whole = all(world.allgather(bool((numbers == world.size * (world.size + 1) / 2).all())))
-    return Finding("ok" if whole else "error", "all-reduce", f"{seconds * 1e3:.2f} ms" if whole else "wrong values")
+    share = Share(node.ranks, node.cores, node.own_cores, str(node.patience))
+    host = Host(library, share, args.log, os.environ, os.cpu_count() or node.cores)
+    hosts = world.allgather(MPI.Get_processor_name())
+    findings = list(examine(host)) if world.rank == 0 else []
+    elsewhere = world.allgather(list(examine(host, OF_NODES)) if node.rank == 0 and world.rank else [])
+    for rank, found in enumerate(elsewhere):
+        findings += (f._replace(what=f"{f.what}, on {hosts[rank]}") for f in found if f.state != "ok")
+    staging, devices = find_staging(world, node.rank, checked({}))
+    findings += examine_together(Ranks(world, node, hosts, staging, devices, args.log))
+    return world.bcast(_tell(findings, args.json) if world.rank == 0 else 0)
 
 
 def _parity(world: Any, overrides: list[str]) -> int:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +33,7 @@ from ._plan import (
     under,
     write,
 )
+from ._terminal import add_terminal, columns, speaks_unicode, wants_color
 
 EXAMPLE = """\
   chimera-mpi show chimera --depth 4 --micro-batches 4 --backward 2
@@ -61,8 +60,7 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
     output = add_files(parser)
     output.add_argument("--csv", type=Path, metavar="FILE", help="also write the schedule itself")
     output.add_argument("--json", action="store_true", help="print figures and spans as JSON, draw nothing")
-    output.add_argument("--width", type=count, metavar="COLUMNS", help="default: the terminal's, 80 without one")
-    output.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+    add_terminal(output)
 
 
 def add_files(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -126,8 +124,8 @@ def show(schedule: Schedule, args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(_figures(made, once, args), indent=1))
         return
-    width = args.width or shutil.get_terminal_size().columns
-    print(draw.text(made.timeline, width, _wants_color(args.color), ascii=not _speaks_unicode()))
+    width = columns(args.width)
+    print(draw.text(made.timeline, width, wants_color(args.color), ascii=not speaks_unicode()))
     print()
     print("\n".join(_summary(made, once, args, width)))
 
@@ -161,16 +159,6 @@ def _progress(limit_s: float) -> Iterator[Progress | None]:
             bar.update(task, completed=bar.tasks[0].elapsed, description=words)
 
         yield tell
-
-
-def _wants_color(when: str) -> bool:
-    if when == "auto":
-        return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    return when == "always"
-
-
-def _speaks_unicode() -> bool:
-    return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
 
 
 def _summary(made: Plan, once: Plan, args: argparse.Namespace, width: int) -> Iterator[str]:

@@ -402,7 +402,7 @@ class _Desk:
         opening = _opening(run, self.facts["threads"], self.asked.devices)
         if recovery is None:
             spare = f"spare ranks that stand by: {spares}" if (spares := run.job.config.spares) else None
-            lines = [*_resuming(self.asked.choice, run.job.config), opening, *filter(None, [spare, prediction])]
+            lines = [*_resuming(self.asked, run.job.config), opening, *filter(None, [spare, prediction])]
         else:
             lines = [f"\n{recovery}", opening]
         print(*lines, sep="\n", flush=True)
@@ -463,15 +463,27 @@ def _own_profile(world: Any, config: Config, log: RunLog | None) -> Path | None:
     return None
 
 
-def _resuming(choice: Choice, config: Config) -> list[str]:
+def _resuming(asked: _Asked, config: Config) -> list[str]:
     """What rank 0 says of the checkpoint that it goes on from."""
+    choice = asked.choice
     if choice.checkpoint is None:
         return []
+    if choice.checkpoint.weights_only:
+        return [*choice.passed_over, _beginning(choice.checkpoint, asked.corpus)]
     there, here = choice.checkpoint.facts["config"], config.model_dump(mode="json")
     keys = (key for key in here if key in there and key not in ("log", "resume") and not key.startswith("checkpoint"))
     changed = [f"{key} {there[key]} -> {here[key]}" for key in keys if there[key] != here[key]]
     told = f"; changed: {', '.join(changed)}" if changed else ""
     return [*choice.passed_over, f"resumed from {choice.checkpoint.path}, {choice.checkpoint.step} steps done{told}"]
+
+
+def _beginning(checkpoint: Checkpoint, corpus: Corpus) -> str:
+    """Of a run that has the weights of one that was trained elsewhere, perhaps on other tokens."""
+    there, here = checkpoint.facts["tokenizer"], corpus.tokenizer and corpus.tokenizer.facts
+    told = f"begins with the weights of {checkpoint.path}"
+    if there and here and there["sha256"] != here["sha256"]:
+        told += f"; its tokens are not those of {corpus.path}: prepare the data by --tokenizer {checkpoint.path}"
+    return told
 
 
 def _created_anywhere(create: Callable[[Path], RunLog], scheme: str) -> RunLog:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..schedule import COMPUTE, needs
 from ..timeline import Span
 from . import look
 from .geometry import FOOT, GUTTER, LETTER, Box, Panel, Picture, picture
 from .look import Titled, duration
-from .page import PAGE
+from .page import DRAWING, DRAWING_SCRIPT, DRAWING_STYLE, PAGE, STYLE, TIP, filled
 from .svg import HATCH, rgb
+
+
+class Parts(NamedTuple):
+    """What a page takes in: each text goes to its own place."""
+
+    style: str
+    body: str
+    script: str
 
 
 def html(timelines: Titled) -> str:
@@ -22,12 +30,38 @@ def html(timelines: Titled) -> str:
     It loads nothing from elsewhere and works without a network. Under each worker runs the curve of the
     activations that it holds.
     """
-    by_title = look.titled(timelines)
-    made = picture(by_title, with_memory=True)
+    made = picture(look.titled(timelines), with_memory=True)
+    return page(_title(made), [_drawing(made)])
+
+
+def drawing(timelines: Titled) -> Parts:
+    """The same drawing for a page that shows more. There may be one on a page."""
+    return _drawing(picture(look.titled(timelines), with_memory=True))
+
+
+def page(title: str, parts: Sequence[Parts]) -> str:
+    """A self-contained page of these parts, one below the other. Their scripts find `show`, `hide` and `line`, which
+    put words beside the pointer."""
+    return filled(
+        PAGE,
+        {
+            "TITLE": escape(title),
+            "STYLE": "\n".join([STYLE, *(part.style for part in parts if part.style)]),
+            "BODY": "\n".join(part.body for part in parts),
+            "SCRIPT": "\n".join([TIP, *(part.script for part in parts if part.script)]),
+        },
+    )
+
+
+def _title(made: Picture) -> str:
+    return " · ".join(panel.title.words for panel in made.panels)
+
+
+def _drawing(made: Picture) -> Parts:
     details = {id(box): detail for number, panel in enumerate(made.panels) for box, detail in _details(number, panel)}
     boxes = [box for panel in made.panels for box in panel.boxes]
     parts = {
-        "TITLE": escape(" · ".join(panel.title.words for panel in made.panels)),
+        "TITLE": escape(_title(made)),
         "COLOURS": "\n".join(_classes(made)),
         "FIGURES": "\n".join(_figures(panel) for panel in made.panels),
         "LEGEND": "\n".join(_legend(made)),
@@ -42,10 +76,7 @@ def html(timelines: Titled) -> str:
         # No "</" may stand in a script.
         "DETAILS": json.dumps([details[id(box)] for box in boxes], separators=(",", ":")).replace("</", "<\\/"),
     }
-    page = PAGE
-    for name, words in parts.items():
-        page = page.replace(f"%{name}%", words)
-    return page
+    return Parts(*(filled(template, parts) for template in (DRAWING_STYLE, DRAWING, DRAWING_SCRIPT)))
 
 
 def _percent(share: float) -> str:

@@ -84,10 +84,14 @@ def from_huggingface_config(settings: Mapping[str, Any]) -> GPT | BERT:
     missing = [theirs for theirs in keys.values() if theirs not in settings]
     if missing:
         raise InputError(f"the configuration of a {settings['model_type']} lacks {', '.join(missing)}")
+    for ours, theirs in keys.items():
+        if not isinstance(settings[theirs], int | float if ours == "dropout" else int):
+            raise InputError(f"{theirs}={settings[theirs]!r} is no {'number' if ours == 'dropout' else 'whole number'}")
     config = kind(tied=settings.get("tie_word_embeddings", True), **{o: settings[t] for o, t in keys.items()})
-    for key, value in _fixed(config).items():
-        if settings.get(key) not in (None, value):
-            raise InputError(f"{key}={settings[key]}, and a {_kind(config)} of this shape has {key}={value} here")
+    for key, value in {**_fixed(config), **_left_alone(config)}.items():
+        found = settings.get(key)
+        if found not in (None, value) and SAME_FUNCTION.get(str(found)) != value:
+            raise InputError(f"{key}={found}, and a {_kind(config)} of this shape has {key}={value} here")
     return config
 
 
@@ -174,6 +178,16 @@ def _fixed(config: GPT | BERT) -> dict[str, Any]:
     }
 
 
+def _left_alone(config: GPT | BERT) -> dict[str, Any]:
+    """What else one may choose there, and hardly anyone does."""
+    if isinstance(config, BERT):
+        return {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
+    return {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+
+
+SAME_FUNCTION = {"gelu_pytorch_tanh": "gelu_new"}
+
+
 def _both(layer: int, ours: str, *theirs: str, transposed: bool = False) -> Iterator[Row]:
     yield Row(layer, f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), transposed)
     yield Row(layer, f"{ours}.bias", tuple(f"{name}.bias" for name in theirs))
@@ -214,6 +228,8 @@ def _modern(config: GPT | BERT, name: str) -> str:
 def _take(weights: dict[str, Tensor], name: str, config: GPT | BERT) -> Tensor:
     if name not in weights:
         raise InputError(f"no weights '{name}', which a {_kind(config)} of {config.layers} layers has")
+    if not weights[name].is_floating_point():
+        raise InputError(f"'{name}' is {weights[name].dtype}: give the weights as they were before they were quantized")
     return weights[name]
 
 

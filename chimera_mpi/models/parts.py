@@ -9,6 +9,7 @@ from torch import nn
 from ..errors import InputError
 
 INITIAL_STD = 0.02
+SHAPE = ("layers", "hidden", "heads", "vocabulary", "positions", "tied", "dropout")  # what one chooses of either
 
 
 def check_shape(config: Any, kind: str, sizes: tuple[str, ...]) -> None:

@@ -236,9 +236,8 @@ class Survival:
 
         def commit(files: Mapping[int, LayerFile]) -> None:
             with refusing(f"{draft.path} cannot be written"):
-                if comm.rank == left.ahead:
-                    keep = self.job.config.checkpoint_keep
-                    draft.commit(files, self._own.facts(left.done), keep, left.saved[0])
+                if comm.rank == left.ahead and (saver := self._own.saver):
+                    draft.commit(files, self._own.facts(left.done), saver.keep, left.saved[0], saver.attached)
 
         with _failing():
             everyone = comm.allgather(agree(comm, write))

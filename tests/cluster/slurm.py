@@ -124,6 +124,7 @@ class Slurm:
 
     def start_node(self, node: str) -> None:
         (self.folder / "spool" / node).mkdir()
+        (self.folder / "tmp" / node).mkdir(exist_ok=True)
         self._processes.start(self._node_command(node), self.folder / f"slurmd-{node}.log")
 
     def _until(self, condition, timeout_s: float, otherwise: str) -> None:
@@ -198,7 +199,7 @@ class Slurm:
             "SlurmdSpoolDir": f"{folder}/spool/%n",
             "SlurmctldPidFile": folder / "slurmctld.pid",
             "SlurmdPidFile": f"{folder}/slurmd.%n.pid",
-            "TmpFS": folder / "tmp",
+            "TmpFS": f"{folder}/tmp/%n",  # where PMIx has sockets of each node
             "SlurmdParameters": "config_overrides",  # nodes have the CPUs that this file says
             # Control groups, affinity and accounting need more than a container has.
             "ProctrackType": "proctrack/linuxproc",

@@ -145,7 +145,10 @@ def _survive(world: Any, job: Job, asked: _Asked, desk: _Desk) -> NoReturn:
         end = End(str(error), 1)
     desk.close(end)
     if survival.speaks:
-        _tell_end(survival.run, end)
+        try:
+            _tell_end(survival.run, end)
+        except InputError as error:  # of a summary; the end is what it is
+            print(f"chimera-mpi: {error}", file=sys.stderr, flush=True)
     # All ranks are done with MPI, but where one has died, be it just now, MPI may never be through with its own end.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -145,7 +145,10 @@ def _survive(world: Any, job: Job, asked: _Asked, desk: _Desk) -> NoReturn:
         end = End(str(error), 1)
     desk.close(end)
     if survival.speaks:
-        _tell_end(survival.run, end)
+        try:
+            _tell_end(survival.run, end)
+        except InputError as error:  # of a summary; the end is what it is
+            print(f"chimera-mpi: {error}", file=sys.stderr, flush=True)
     # All ranks are done with MPI, but where one has died, be it just now, MPI may never be through with its own end.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -314,7 +317,7 @@ class _Desk:
         run = Run(comm, job, asked.corpus, asked.validation, self.log, tell, asked.staging, begun, self.stops, profile)
         if recovery:
             self._path = next(filter(None, comm.allgather(self._path)), None)
-            agree(comm, on_first(lambda: self.note(job, comm.size, recovery, prediction)))
+            agree(comm, on_first(lambda: self.note(job, recovery, prediction)))
             run.log = self.log
         elif job.config.survive:
             self._path = comm.bcast(self.log.path if self.log else None)
@@ -360,12 +363,13 @@ class _Desk:
             log = create(path) if path else _created_anywhere(create, config.scheme)
         self._keep(log, prediction)
 
-    def note(self, job: Job, ranks: int, recovery: Recovery, prediction: Prediction | None = None) -> None:
+    def note(self, job: Job, recovery: Recovery, prediction: Prediction | None = None) -> None:
         """Begin another session of the log, also where its writer died, with rows that it lacks. Raises InputError."""
         import numpy as np
 
         from ..runlog import WORKERS, RunLog, locks_wanted
 
+        ranks = job.width * job.config.depth
         attributes = {**self._attributes(job, ranks, prediction), **recovery.attributes}
         if self.log is not None:
             self.log.go_on(recovery.told, attributes, ranks)

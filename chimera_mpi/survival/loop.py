@@ -63,7 +63,7 @@ class Survival:
     crew: Crew
     job: Job  # as it was asked for
     launch: Launch
-    note: Callable[[Job, int, Recovery], None]
+    note: Callable[[Job, Recovery], None]
     resumed: Checkpoint | None
     room_bytes: Callable[[], float]  # for what this rank would hold, beside what it holds
     device: str = "cpu"  # "cpu" or "cuda"
@@ -161,7 +161,7 @@ class Survival:
 
     def _note(self, left: Left, recovery: Recovery) -> None:
         if self.crew.comm.rank == left.first:
-            self.note(self.job, len(left.standings), recovery)
+            self.note(self.run.job if self.run else self.job, recovery)
 
     @property
     def _own(self) -> Run:

@@ -12,12 +12,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from io import TextIOWrapper
-from keyword import iskeyword
 from types import ModuleType
 from typing import NoReturn
 
+from .commands import module_of
 from .errors import InputError, RunFailed
 from .schedule import nearest
 
@@ -79,7 +78,7 @@ def _run(words: list[str]) -> int:
     if words[0] not in COMMANDS:
         what = "option" if words[0].startswith("-") else "command"
         raise InputError(f"unknown {what} '{words[0]}': {nearest(words[0], [*COMMANDS, '--help', '--version'])}")
-    command = import_module(f".commands.{words[0]}{'_' * iskeyword(words[0])}", __package__)
+    command = module_of(words[0])
     try:
         args = _parser(words[0], command).parse_args(words[1:])
     except SystemExit as stop:  # --help has been printed

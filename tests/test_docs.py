@@ -19,7 +19,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import cache
-from importlib import import_module
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import pytest
 
 from chimera_mpi import runlog
 from chimera_mpi.cli import COMMANDS, _parser, main
+from chimera_mpi.commands import module_of
 from chimera_mpi.config import load, presets
 from chimera_mpi.schedule import SCHEMES
 from chimera_mpi.train import plan_job
@@ -151,7 +151,7 @@ def ours(words: list[str], settings: dict[str, str], ranks: int = 1) -> None:
 def arguments(name: str, words: list[str]) -> argparse.Namespace:
     """As its parser reads them; configurations, machines and schemes that they name are there."""
     assert name in COMMANDS, name
-    args = _parser(name, import_module(f"chimera_mpi.commands.{name}")).parse_args(words)
+    args = _parser(name, module_of(name)).parse_args(words)
     if name == "plan":
         from chimera_mpi.commands._asked import asked_of
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from . import module_of
 
 EXAMPLE = """\
   source <(chimera-mpi completion bash)             # in ~/.bashrc
@@ -49,11 +50,12 @@ def run(args: argparse.Namespace) -> int:
 
 def places() -> dict[str, Place]:
     """By the command, and by command and action where it has several."""
-    commands = [module.name for module in iter_modules([str(Path(__file__).parent)]) if module.name[0] != "_"]
+    modules = [module.name for module in iter_modules([str(Path(__file__).parent)]) if module.name[0] != "_"]
+    commands = [name.rstrip("_") for name in modules]
     found = {"": Place((*commands, "--help", "--version"))}
     for name in commands:
         parser = argparse.ArgumentParser(prog=name)
-        import_module(f".{name}", __package__).add_arguments(parser)
+        module_of(name).add_arguments(parser)
         found |= _places(name, parser)
     return found
 

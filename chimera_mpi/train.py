@@ -83,9 +83,12 @@ class Job:
 
 
 def plan_job(config: Config, ranks: int, done: int = 0) -> Job:
-    """For the steps after the first `done`. Raises InputError if `ranks` ranks cannot do what `config` asks."""
+    """For the steps after the first `done`. Raises InputError if `ranks` ranks, of which some may be spare, cannot do
+    what `config` asks."""
     plan = schedule_of(config, done=done)
-    width = width_of(ranks, config.depth)
+    if config.spares >= ranks:
+        raise InputError(f"spares={config.spares} leaves none of {ranks} ranks to work: start more, or spare fewer")
+    width = width_of(ranks - config.spares, config.depth)
     task = task_of(config)
     sizes = _sizes(config, width, plan.micro_batches)
     entering = token_specs(max(sizes), config.sequence_length, task.inputs)

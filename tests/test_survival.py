@@ -148,6 +148,14 @@ def test_what_cannot_be_survived_is_refused_with_a_remedy(asked, named):
         check_together(Config(**{**SMALL, **asked}))
 
 
+def test_spare_ranks_have_no_seat_at_first():
+    asked = Config(**{**SMALL, "scheme": "chimera", "depth": 2, "spares": 1})
+    job = plan_job(asked, 5)
+    assert (job.width, next(layouts(job, 5)).config.spares) == (2, 0)
+    with pytest.raises(InputError, match="spares=1 leaves none of 1 ranks"):
+        plan_job(asked, 1)
+
+
 def test_a_stage_on_one_rank_is_refused():
     with pytest.raises(InputError, match="stage 0 on one: start 4 ranks, or take scheme=chimera"):
         check_survivable(job_of("1f1b", 2, 1))

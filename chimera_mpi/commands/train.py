@@ -194,7 +194,7 @@ def _find_asked(world: Any, config: Config) -> _Asked:
     agree(world, lambda: _check_profile(config, world.rank))
     choice = find(world, config.resume, config.checkpoint)
     done = agree(world, lambda: steps_done(choice.checkpoint, config))
-    job = agree(world, lambda: plan_job(config, _at_work(world.size, config), done))
+    job = agree(world, lambda: plan_job(config, world.size, done))
     on_rank_0 = partial(_on_rank_0, world)
     machine = agree(world, on_rank_0(lambda: read_machine(config.machine) if config.machine else None))
     node = find_node(world)
@@ -208,13 +208,6 @@ def _find_asked(world: Any, config: Config) -> _Asked:
     if choice.checkpoint:
         agree(world, on_rank_0(partial(check_resumed, choice.checkpoint, job, corpus)))
     return _Asked(job, corpus, validation, choice, machine, node, staging, devices)
-
-
-def _at_work(ranks: int, config: Config) -> int:
-    """The ranks but for the spare ones. Raises InputError if there are none."""
-    if config.spares >= ranks:
-        raise InputError(f"spares={config.spares} leaves none of {ranks} ranks to work: start more, or spare fewer")
-    return ranks - config.spares
 
 
 def _settle(config: Config, node: Node) -> int:

@@ -44,6 +44,7 @@ def _became(job: Job, scheme: str, depth: int, width: int) -> Job:
     factor = job.plan.micro_batches // config.micro_batches  # halves, and passes that add up
     micro_batches = max(1, min(-(-config.micro_batches * job.width // width), samples // (width * factor)))
     changes: dict[str, object] = {"depth": depth, "micro_batches": micro_batches, "mini_batch_size": samples}
+    changes["spares"] = 0  # whoever is left over stands by
     if (scheme, depth) == (config.scheme, config.depth):
         same = plan_job(_changed(config, **changes), width * depth)
         plan = ordered(same.config, same.plan, job.costs)

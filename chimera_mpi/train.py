@@ -262,6 +262,12 @@ class Begun(NamedTuple):
         step, scale = checkpoint.step, checkpoint.facts["loss_scale"]
         return Begun(step, checkpoint.layer, scale, checkpoint.path, step)
 
+    def take_up(self, pipeline: Pipeline) -> None:
+        """Go on from it. Collective. Raises InputError on all ranks."""
+        agree(pipeline.grid.world, lambda: pipeline.take_up(self.layer))
+        if pipeline.loss_scale and self.loss_scale:
+            pipeline.loss_scale.value, pipeline.loss_scale.steps = self.loss_scale
+
 
 class Run:
     """The loop of the command line on one rank. All ranks of `comm` build it with the same job; only rank 0 has a
@@ -363,10 +369,8 @@ class Run:
             self.save(self.first, wait=False)
 
     def _resume(self, begun: Begun) -> None:
-        agree(self.grid.world, lambda: self.pipeline.take_up(begun.layer))
-        self.first, scale = begun.step, self.pipeline.loss_scale
-        if scale and begun.loss_scale:
-            scale.value, scale.steps = begun.loss_scale
+        begun.take_up(self.pipeline)
+        self.first = begun.step
         if self.saver and begun.path:
             self.saver.go_on_from(begun.path, begun.saved)
 
@@ -642,7 +646,11 @@ def check_resumed(checkpoint: Checkpoint, job: Job, corpus: Corpus) -> None:
     if checkpoint.weights_only:
         here = {key: here[key] for key in ("model", *OF_OUR_MODELS) if key in here}
     check_same(str(checkpoint.path), checkpoint.facts["identity"], here)
-    model = job.task.model
+    check_layers(checkpoint, job.task.model)
+
+
+def check_layers(checkpoint: Checkpoint, model: Model) -> None:
+    """Raises InputError if it is of a model of other layers."""
     if len(checkpoint.files) != len(model.layers):
         raise InputError(f"{checkpoint.path} is of a model of {len(checkpoint.files)} layers, not {len(model.layers)}")
     for index in range(len(model.layers)):

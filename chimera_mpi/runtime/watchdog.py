@@ -30,6 +30,7 @@ from .worker import Whereabouts
 TICK_S = 1.0
 ANSWERS_S = 5.0  # that ranks have to say where they are
 TIMES, LEAST_S = 20, 60.0  # of the longest pass, and seconds, until a silence is too long
+AT_FIRST_S = 1800.0  # the same before that is known: first passes build what later ones have
 PASSES = 2  # that must have been measured before
 ANSWER_BYTES, LINE = 1 << 14, 1000  # and letters
 ASK, ANSWER = 1, 2
@@ -68,7 +69,8 @@ class Watchdog:
         """Silence for `limit_s` is too long, by default a multiple of what `measured` is told. `waits_for` says what an
         op waits for, from which ranks; `end` prints a text and ends all ranks. Whether one `lets_leave` others, because
         MPI tells who waits for them. Collective."""
-        self.here, self.waits_for, self.limit_s, self.end = here, waits_for, limit_s, end or _end_by(grid.world)
+        self.here, self.waits_for, self.end = here, waits_for, end or _end_by(grid.world)
+        self.limit_s = AT_FIRST_S if limit_s is None else limit_s
         self._is_auto, self._passes_s = limit_s is None, [0.0]
         self._main = threading.get_ident()
         self._silence = Silence()
@@ -127,7 +129,7 @@ class Watchdog:
             if self._next and self._next.has_left() and not self._leaving.is_set():
                 self.end(f"rank {self._next.rank} has left before the end: ending the job")
             silent_s = self._silence.after(TICK_S, (self.here.step, self.here.op, self.here.acts))
-            if self.here.step < 0 or self.here.excuse or self.limit_s is None:
+            if self.here.step < 0 or self.here.excuse:
                 self._silence.break_()
             elif silent_s > self.limit_s + _turn(self.world.rank):
                 self._alarm(silent_s)
@@ -135,7 +137,7 @@ class Watchdog:
 
     def _leave_stack(self) -> None:
         """See that the C runtime prints all stacks of this process if this thread does not run for too long."""
-        if self.limit_s is not None and sys.__stderr__ is not None:
+        if sys.__stderr__ is not None:
             with suppress(ValueError, OSError):  # no file to print to
                 faulthandler.dump_traceback_later(self.limit_s + 2 * TICK_S, file=sys.__stderr__)
 

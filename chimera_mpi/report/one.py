@@ -68,6 +68,11 @@ class Report:
     def sampled(self) -> Sampled:
         return Sampled(self.part)
 
+    @cached_property
+    def starts(self) -> list[Start]:
+        """All of the run."""
+        return starts_of(self.run)
+
     @property
     def has_steps(self) -> bool:
         return len(self.part.rows) > 0
@@ -138,7 +143,7 @@ class Report:
     @property
     def steps_asked(self) -> int:
         """By the last session: a run may be resumed for more."""
-        return int(starts_of(self.run)[-1].keys.get("steps", self.start.config.steps))
+        return int(self.starts[-1].keys.get("steps", self.start.config.steps))
 
     @property
     def loss(self) -> float:
@@ -263,14 +268,20 @@ class Report:
         return Table("", ["worker", *TIMES.values()], rows, note)
 
     def session_table(self) -> Table:
-        starts = starts_of(self.run)
-        hosts = {str(start.number): str(len(start.hosts)) for start in starts}
+        hosts = {str(start.number): str(len(start.hosts)) for start in self.starts}
         heads = ["session", "started (UTC)", "took", "layout", "steps", "why it ended"]
-        rows = [_session_row(start) for start in starts]
+        rows = [_session_row(start, layout) for start, layout in zip(self.starts, self._layouts, strict=True)]
         if set(hosts.values()) != {"1"}:
             heads.insert(3, "hosts")
             rows = [[*row[:3], hosts[row[0]], *row[3:]] for row in rows]
         return Table("", heads, rows)
+
+    @cached_property
+    def _layouts(self) -> list[str]:
+        """Of each start the scheme and its shape, and what else the others had otherwise."""
+        told = [without(start.keys, INCIDENTAL, LEARNING, SHAPE, frozenset({"scheme"})) for start in self.starts]
+        names = differing(told)
+        return [_layout(start, names) for start in self.starts]
 
     # ---- charts
 
@@ -375,9 +386,9 @@ class Report:
                 **{name: getattr(start.session, name) for name in ("start", "end", "reason", "host", "ranks")},
                 "first_step": start.session.first_step,
                 "steps": self.run.steps["step"][start.rows[[0, -1]]].tolist() if len(start.rows) else [],
-                "layout": _layout(start),
+                "layout": layout,
             }
-            for start in starts_of(self.run)
+            for start, layout in zip(self.starts, self._layouts, strict=True)
         ]
 
 
@@ -442,13 +453,13 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def _session_row(start: Start) -> list[str]:
+def _session_row(start: Start, layout: str) -> list[str]:
     session, steps = start.session, start.run.steps["step"][start.rows]
     return [
         str(start.number),
         session.start[:16].replace("T", " "),
         _took(start),
-        _layout(start),
+        layout,
         _ranges(steps.tolist()) or "none",
         session.reason or _without_reason(start),
     ]
@@ -465,12 +476,9 @@ def _without_reason(start: Start) -> str:
     return "at work, or killed" if start.number == len(start.run.sessions) - 1 else "killed"
 
 
-def _layout(start: Start) -> str:
-    """The scheme and its shape, and what else a session of the run had otherwise."""
+def _layout(start: Start, more: Sequence[str]) -> str:
     keys = start.keys
     if "scheme" not in keys:
         return f"{start.ranks} ranks"
-    starts = starts_of(start.run)
-    others = [without(each.keys, INCIDENTAL, LEARNING, SHAPE) for each in starts]
-    more = [f" {key}={keys.get(key)}" for key in differing(others) if key != "scheme"]
-    return f"{keys['scheme']} D={keys['depth']} W={start.width} N={keys['micro_batches']}{''.join(more)}"
+    others = "".join(f" {key}={keys.get(key)}" for key in more)
+    return f"{keys['scheme']} D={keys['depth']} W={start.width} N={keys['micro_batches']}{others}"

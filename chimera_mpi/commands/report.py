@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import draw
 from ..draw.chart import Drawn, chart_svg, chart_text
+from ..draw.look import ASCII
 from ..draw.table import Table, table_text
 from ..errors import InputError
 from ._plan import write
@@ -169,10 +170,7 @@ def _text(told: _Told, args: argparse.Namespace) -> str:
     if "" in told.runs and told.timelines:
         blocks.append(draw.text(told.timelines, width, wants_color(args.color), ascii))
     text = "\n\n".join(block for block in blocks if block)
-    return text.translate(_ASCII) if ascii else text
-
-
-_ASCII = str.maketrans({"±": "+-", "µ": "u", "…": "."})
+    return text.translate(ASCII) if ascii else text
 
 
 def _plain(value: Any) -> Any:
@@ -192,8 +190,8 @@ def _write_files(told: _Told, args: argparse.Namespace) -> None:
     if args.html:
         from ..report.page import report_page
 
-        shown = told.title, told.lines, told.charts, told.tables, told.timelines, told.heading
-        write(args.html, report_page(*shown))
+        page = report_page(told.title, told.lines, told.charts, told.tables, told.timelines, told.heading)
+        write(args.html, page)
     if args.trace:
         from ..sampled import trace_of
 

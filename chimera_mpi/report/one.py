@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..draw.chart import Bar, Bars, Chart, Drawn, Series, finite, thinned
-from ..draw.look import duration, percent, unit_of
+from ..draw.look import clock, duration, percent, unit_of
 from ..draw.table import Table, table_text
 from ..errors import InputError
 from ..runlog import Run
@@ -212,7 +212,7 @@ class Report:
         if "predicted_step_s" in attributes:
             predicted_s, measured_s = float(attributes["predicted_step_s"]), self.part.median("seconds")
             yield (
-                f"predicted   {duration(float(f'{predicted_s:.3g}'))} a step on {attributes['machine']}; "
+                f"predicted   {duration(predicted_s, 3)} a step on {attributes['machine']}; "
                 f"measured {100 * (measured_s / predicted_s - 1):+.1f} %"
             )
 
@@ -263,7 +263,7 @@ class Report:
         ]
         width = self.start.width
         over = f" and over {width} replicas" if width > 1 else ""
-        whole = duration(float(f"{step_s:.4g}"))
+        whole = duration(step_s, 4)
         note = f"{unit} and share of a step of {whole}: medians over steps{over}; other: after its last op"
         return Table("", ["worker", *TIMES.values()], rows, note)
 
@@ -430,11 +430,6 @@ def breakdown_chart(title: str, groups: Sequence[str], times: Sequence[Times]) -
     unit, size = unit_of(max(sum(each) for each in times))
     bars = [Bar(words, [getattr(each, name) / size for each in times]) for name, words in TIMES.items()]
     return Bars(title, f"{unit} of a step", groups, bars, stacked=True)
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _clock_unit(seconds: float) -> tuple[str, float]:

@@ -527,5 +527,4 @@ def test_memory_does_not_grow_with_a_line(tmp_path, asked, megabytes):
             [sys.executable, "-c", code, *command], cwd=tmp_path, capture_output=True, text=True, timeout=100
         )
         peaks.append(int(done.stdout.split()[-1]))
-    print(peaks)
     assert peaks[1] - peaks[0] < 40e6, peaks

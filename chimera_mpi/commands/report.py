@@ -147,10 +147,12 @@ def _read(paths: Sequence[Path]) -> tuple[list[Report], dict[str, str]]:
 
 
 def _named(reports: Sequence[Report]) -> dict[str, Run]:
-    """By as much of their paths as it takes to tell them apart."""
-    paths = [made.run.path.resolve().with_suffix("") for made in reports]
-    parts = next(n for n in range(1, 99) if len({path.parts[-n:] for path in paths}) == len(paths))
-    return {"-".join(path.parts[-parts:]): made.run for path, made in zip(paths, reports, strict=True)}
+    """By as much of their paths as it takes to tell them apart, or by number where that is not enough."""
+    paths = [made.run.path.resolve().with_suffix("").parts[1:] for made in reports]
+    tried = (["-".join(path[-parts:]) for path in paths] for parts in range(1, max(map(len, paths)) + 1))
+    numbers = [str(number) for number in range(1, len(paths) + 1)]
+    names = next((names for names in tried if len(set(names)) == len(names)), numbers)
+    return {name: made.run for name, made in zip(names, reports, strict=True)}
 
 
 # ---- how

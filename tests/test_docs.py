@@ -182,7 +182,7 @@ def script(words: list[str], settings: dict[str, str]) -> None:
         return
     text = path.read_text() + "".join(map(Path.read_text, path.parent.glob("_*.py")))
     for option in [word for word in words[2:] if word.startswith("--")]:
-        assert f'"{option}"' in text or option.removeprefix("--") in text, option
+        assert re.search(rf"{option.partition('=')[0]}\b", text), option
     if path.suffix == ".sh":
         reads(path)
 

@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..runlog import Run
 from .part import INCIDENTAL, LEARNING, SHAPE, Part, Start, differing, part_of, starts_of, without
 from .stats import Interval, over_blocks
-from .steps import Sampled, Steps, mean
+from .steps import Bubble, Sampled, Steps, mean
 
 MOST_POINTS = 400  # of a curve in a picture
 
@@ -112,12 +112,17 @@ class Report:
         return [Times._make([*row, max(step_s - sum(row), 0.0)]) for row in medians.tolist()]
 
     @cached_property
+    def bubble(self) -> Bubble | None:
+        """None before a step was sampled, and of a scheme that this program does not know."""
+        try:
+            return self.sampled.bubble
+        except InputError:
+            return None
+
+    @property
     def drawable(self) -> bool:
         """Whether there is a step to draw."""
-        try:
-            return self.sampled.bubble is not None
-        except InputError:
-            return False
+        return self.bubble is not None
 
     def steps(self, step: int | None = None) -> Steps:
         """A sampled step as it was planned and as it was, by default the last. Raises InputError without one."""
@@ -220,15 +225,14 @@ class Report:
 
     def short_tables(self) -> list[Table]:
         """Bubbles and memory."""
-        made = (self._bubble_table() if self.drawable else None, self._memory_table())
-        return [table for table in made if table]
+        return [table for table in (self._bubble_table(), self._memory_table()) if table]
 
     def tables(self) -> list[Table]:
         workers = [self.worker_table()] if self.has_steps else []
         return [*self.short_tables(), *workers, self.session_table()]
 
     def _bubble_table(self) -> Table | None:
-        bubble = self.sampled.bubble
+        bubble = self.bubble
         if bubble is None:
             return None
         rows = {"planned": bubble.planned, "measured": bubble.measured, "1f1b planned": bubble.planned_1f1b}
@@ -366,14 +370,13 @@ class Report:
         }
 
     def _bubble_figures(self) -> dict[str, float] | None:
-        bubble = self.sampled.bubble if self.drawable else None
-        return None if bubble is None else {name: mean(of) for name, of in bubble._asdict().items()}
+        return {name: mean(of) for name, of in self.bubble._asdict().items()} if self.bubble else None
 
     def _worker_figures(self) -> list[dict[str, Any]]:
         figures: list[dict[str, Any]] = [times._asdict() for times in self.times]
-        if self.drawable and (bubble := self.sampled.bubble):
+        if self.bubble:
             for worker, found in enumerate(figures):
-                found.update({f"bubble_{name}": of[worker] for name, of in bubble._asdict().items()})
+                found.update({f"bubble_{name}": of[worker] for name, of in self.bubble._asdict().items()})
         if self.memory:
             for found, predicted, measured in zip(figures, *self.memory[:2], strict=True):
                 found.update(predicted_bytes=float(predicted), measured_bytes=float(measured))

@@ -76,8 +76,7 @@ class Configuration:
         return self._bubble("measured")
 
     def _bubble(self, which: str) -> float:
-        found = [getattr(report.sampled.bubble, which) for report in self.reports if report.drawable]
-        return _mean([mean(of_workers) for of_workers in found])
+        return _mean([mean(getattr(report.bubble, which)) for report in self.reports if report.bubble])
 
     @property
     def loss(self) -> float:

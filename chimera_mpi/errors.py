@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -17,6 +18,17 @@ class RunFailed(RuntimeError):
     def __init__(self, message: str, on_all: bool = False):
         super().__init__(message)
         self.on_all = on_all
+
+
+def refuse_taken(output: Path) -> None:
+    """Raises InputError if there is anything where something is to be made."""
+    if output.exists():
+        raise InputError(f"{output} exists and stays as it is: give another path, or remove it first")
+
+
+def unwritable(output: Path, error: OSError) -> InputError:
+    """That the disk refuses what is to be made."""
+    return InputError(f"cannot write {output} ({error.strerror or error}): give a path with room for it")
 
 
 @contextmanager

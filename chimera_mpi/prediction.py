@@ -35,7 +35,7 @@ class Prediction:
 
     def __str__(self) -> str:
         most = max(memory.total_bytes for memory in self.memory)
-        step = "" if self.step_s is None else f", {duration(float(f'{self.step_s:.3g}'))} a step on {self.machine}"
+        step = "" if self.step_s is None else f", {duration(self.step_s, 3)} a step on {self.machine}"
         return f"predicted: {most / 1e6:.1f} MB of tensors on the fullest rank{step}"
 
 

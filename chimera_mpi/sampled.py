@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import isfinite
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +19,11 @@ from .draw import SampledStep
 from .errors import InputError
 from .predict.partition import by_thirds
 from .runlog import Run, array_spans
+from .schedule import STREAMS
 from .timeline import Timeline
 
 MOST_SPANS = 250_000  # of a trace: about 70 MB
+WHAT = ["replica", "worker", "kind", "pipe", "stage", "index"]
 FIGURES = ("loss", "grad_norm", "learning_rate", "samples_per_s", "bubble_ratio")
 
 
@@ -35,24 +39,56 @@ class Layout:
     def depth(self) -> int:
         return self.config.depth
 
+    @cached_property
+    def wanted(self) -> frozenset[tuple[Any, ...]]:
+        """What there is a span of in a sampled step, by the columns `WHAT`."""
+        return frozenset(
+            (replica, worker, op.kind.value.encode(), op.pipe, op.stage, op.index)
+            for replica in range(self.width)
+            for worker, order in enumerate(self.plan.schedule.orders)
+            for op in order
+        )
 
-def layout_of(run: Run, session: int = -1) -> Layout:
-    """That of a session, by default the last: a run may be resumed in another. Raises InputError."""
-    row = run.sessions[session]
-    given = {**run.attributes, **row.attributes}
+
+def given_to(run: Run, session: int = -1) -> dict[str, Any]:
+    """What a session was given; what an older log did not write down of it, the run as a whole was."""
+    return {**run.attributes, **run.sessions[session].attributes}
+
+
+def asked_of(run: Run, session: int = -1) -> Config:
+    """The configuration of a session, by default the last: a run may be resumed with another. Raises InputError."""
+    given = given_to(run, session)
     if "config" not in given:
         raise InputError(f"{run.path} says nothing of what was trained: is it the log of chimera-mpi train?")
-    costs, width = given.get("stage_costs", "[]"), int(given.get("width", 1))
+    with _read_from(run):
+        return _asked(given["config"])
+
+
+def layout_of(run: Run, session: int = -1) -> Layout:
+    """That of a session, by default the last. Raises InputError."""
+    asked, given = asked_of(run, session), given_to(run, session)
+    done = max(run.sessions[session].first_step, 0) if asked.scheme in STREAMS else 0
+    with _read_from(run):
+        return _layout(given["config"], given.get("stage_costs", "[]"), int(given.get("width", 1)), done)
+
+
+@contextmanager
+def _read_from(run: Run) -> Iterator[None]:
     try:
-        return _layout(given["config"], costs, width, max(row.first_step, 0))
+        yield
     except InputError as error:
         raise InputError(f"{run.path}: its configuration cannot be read: {error}") from None
 
 
 @lru_cache(maxsize=16)
-def _layout(config: str, costs: str, width: int, done: int) -> Layout:
+def _asked(config: str) -> Config:
     """Keys that this version does not know are passed over."""
-    asked = checked({key: value for key, value in json.loads(config).items() if key in Config.model_fields})
+    return checked({key: value for key, value in json.loads(config).items() if key in Config.model_fields})
+
+
+@lru_cache(maxsize=16)
+def _layout(config: str, costs: str, width: int, done: int) -> Layout:
+    asked = _asked(config)
     ordered_by = None if asked.order == "drawn" else by_thirds(json.loads(costs), asked.recompute != "none")
     return Layout(asked, width, schedule_of(asked, ordered_by, done))
 
@@ -65,13 +101,20 @@ def layout_of_step(run: Run, step: int) -> Layout:
 def timelines(run: Run, step: int) -> tuple[Timeline, ...]:
     """Of each replica one, of a step that is in the log. None if it was not sampled, or by a session that was killed
     before it logged the step, which another layout did again."""
-    layout, rows = layout_of_step(run, step), _spans(run, step)
-    schedule = layout.plan.schedule
-    found = (array_spans(rows[rows["replica"] == replica]) for replica in range(layout.width))
-    replicas = tuple(Timeline(schedule, spans) for spans in found)
-    wanted = {(worker, op) for worker, order in enumerate(schedule.orders) for op in order}
-    is_whole = all({(span.worker, span.op) for span in timeline.spans} == wanted for timeline in replicas)
-    return replicas if is_whole else ()
+    if not is_whole(run, step):
+        return ()
+    layout, rows = layout_of_step(run, step), _spans(run)[step]
+    replicas = (rows[rows["replica"] == replica] for replica in range(layout.width))
+    return tuple(Timeline(layout.plan.schedule, array_spans(of_one)) for of_one in replicas)
+
+
+def is_whole(run: Run, step: int) -> bool:
+    """Whether a step that is in the log has a span of each op of its layout, and of nothing else."""
+    rows = _spans(run).get(step)
+    if rows is None:
+        return False
+    wanted = layout_of_step(run, step).wanted
+    return len(rows) == len(wanted) and wanted.issuperset(rows[WHAT].tolist())
 
 
 def newest(run: Run) -> tuple[int, tuple[Timeline, ...]] | None:
@@ -111,7 +154,7 @@ def trace_of(run: Run, step: int | None = None) -> str:
 
 def _last(run: Run, numbers: Sequence[int], most_spans: int) -> Sequence[int]:
     """The last steps that have no more spans together, at least one."""
-    together = np.cumsum([len(_spans(run, number)) for number in reversed(numbers)])
+    together = np.cumsum([len(_spans(run)[number]) for number in reversed(numbers)])
     return numbers[-max(int(np.searchsorted(together, most_spans, "right")), 1) :]
 
 
@@ -122,18 +165,19 @@ def _ends(run: Run, there: Sequence[int]) -> list[float]:
     for step in there:
         row = _row(run, step)
         with_it = slice(row + 1 - _layout_at(run, row).plan.steps, row)  # of a stream the spans are those of all
-        seconds[row] = max(seconds[row], _spans(run, step)["end_s"].max() - seconds[with_it].sum())
+        seconds[row] = max(seconds[row], _spans(run)[step]["end_s"].max() - seconds[with_it].sum())
     return np.cumsum(seconds).tolist()
 
 
 def _with_spans(run: Run) -> list[int]:
-    return np.intersect1d(run.span_rows["step"], run.steps["step"]).tolist()
+    return np.intersect1d(list(_spans(run)), run.steps["step"]).tolist()
 
 
-def _spans(run: Run, step: int) -> NDArray[np.void]:
-    """The rows of a step, which are in the order of steps."""
-    first, last = (np.searchsorted(run.span_rows["step"], step, side) for side in ("left", "right"))
-    return run.span_rows[first:last]
+@lru_cache(maxsize=1)
+def _spans(run: Run) -> dict[int, NDArray[np.void]]:
+    """The rows of each sampled step, in whose order they were written."""
+    steps, firsts = np.unique(run.span_rows["step"], return_index=True)
+    return dict(zip(steps.tolist(), np.split(run.span_rows, firsts[1:]), strict=False))
 
 
 def _row(run: Run, step: int) -> int:

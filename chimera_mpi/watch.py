@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import Enum
 from math import isfinite
 from textwrap import wrap
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .draw.look import NAMES, duration, percent
+from .draw.look import ASCII, NAMES, clock, duration, percent
 from .runlog import Run, Session
 from .sampled import Layout, layout_of, layout_of_step, newest
 from .schedule import Kind, Op, needs
@@ -227,7 +227,7 @@ def _status(state: State, run: Run, now: datetime, changed: datetime, writer: Wr
     if state is State.KILLED:
         return f"killed: {writer.name} is gone, its last rows are of {_time(changed, now)}"
     if state is State.SILENT:
-        return f"silent since {_time(changed, now)}, for {_clock((now - changed).total_seconds())}: {_alive(writer)}"
+        return f"silent since {_time(changed, now)}, for {clock((now - changed).total_seconds())}: {_alive(writer)}"
     if session.end:
         return f"ending or going on: {writer.name}"
     if not _has_stepped(run):
@@ -281,10 +281,6 @@ def _time(when: datetime, now: datetime) -> str:
     return f"{there:%H:%M:%S}" if there.date() == now.date() else f"{there:%Y-%m-%d %H:%M:%S}"
 
 
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds))) if isfinite(seconds) else "?"
-
-
 # ------------------------------------------------------------------------------------------------ as text
 
 
@@ -300,7 +296,6 @@ Line = tuple[Part, ...]
 STYLES = {State.RUNNING: "green", State.SILENT: "yellow", State.ENDED: "bold", State.KILLED: "red"}
 BLOCKS, BLOCKS_ASCII = "▁▂▃▄▅▆▇█", ".:#"
 BAR, BAR_ASCII = ("█", "░"), ("#", "-")
-PLAIN = str.maketrans({"µ": "u", "…": "~", "·": "-"})
 LABEL = 12  # letters before a figure
 CURVE = 4  # rows
 SHOWN, SESSIONS = 32, 3  # ranks where the height is not limited, and sessions, at most
@@ -381,7 +376,7 @@ def _figures(view: View) -> Iterator[tuple[str, list[Part]]]:
                 f"{view.losses[-1]:.4f}", f"grad norm {view.grad_norm:.3f}", f"learning rate {view.learning_rate:.3g}"
             ),
         )
-        yield "speed", _parts(*rates, f"{_short(view.step_s)} a step", f"bubble {percent(view.bubble)}")
+        yield "speed", _parts(*rates, f"{duration(view.step_s, 3)} a step", f"bubble {percent(view.bubble)}")
     if view.validation:
         step, last = view.validation[-1]
         best_step, best = min(view.validation, key=lambda each: each[1])
@@ -403,7 +398,7 @@ def _progress(view: View, width: int, ascii: bool) -> list[Line]:
     share = min(view.done / view.steps, 1.0)
     words = _parts(f"{view.done} of {view.steps}", percent(share))
     if view.done < view.steps and isfinite(view.left_s):
-        words.append(Part(f"{_clock(view.left_s)} left"))
+        words.append(Part(f"{clock(view.left_s)} left"))
     rows = _packed("step", words, width)
     room = min(width - len(plain(rows[-1])) - 2, 40)
     if len(rows) > 1 or room < 8:
@@ -411,10 +406,6 @@ def _progress(view: View, width: int, ascii: bool) -> list[Line]:
     full, empty = BAR_ASCII if ascii else BAR
     filled = round(share * room)
     return [(*rows[0], Part("  " + full * filled, "green"), Part(empty * (room - filled), "dim"))]
-
-
-def _short(seconds: float) -> str:
-    return duration(float(f"{seconds:.3g}"))
 
 
 class _Column(NamedTuple):
@@ -497,6 +488,6 @@ def _fitted(line: Line, width: int, ascii: bool) -> Line:
     parts, left = [], width
     for part in line:
         text = part.text if len(part.text) <= left else part.text[: max(left - 1, 0)] + "…" * (left > 0)
-        parts.append(Part(text.translate(PLAIN) if ascii else text, part.style))
+        parts.append(Part(text.translate(ASCII) if ascii else text, part.style))
         left -= len(text)
     return tuple(part for part in parts if part.text)

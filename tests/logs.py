@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from run_logs import session
 
 from chimera_mpi.config import Config, schedule_of
 from chimera_mpi.predict import Costs, simulate
 from chimera_mpi.runlog import RunLog, StepRow
 from chimera_mpi.timeline import breakdown
-
-NEVER_FLUSHED_S = 1e9
 
 
 class Made(NamedTuple):
@@ -45,14 +44,8 @@ def write_log(path: Path, made: Made = Made(), **keys: Any) -> Path:
     width = made.ranks // config.depth
     attributes = {**_attributes(config, width, made), **made.attributes}
     path.parent.mkdir(parents=True, exist_ok=True)
-    open_log = RunLog.append if path.exists() else RunLog.create
-    log = open_log(path, attributes, made.ranks, flush_every_s=NEVER_FLUSHED_S)
-    _write_steps(log, config, width, made)
-    if made.reason is None:  # what a killed writer has flushed
-        log.flush()
-        log._abandon()
-    else:
-        log.close(made.reason)
+    with session(path, attributes, made.ranks, made.reason) as log:
+        _write_steps(log, config, width, made)
     return path
 
 

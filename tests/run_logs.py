@@ -1,14 +1,19 @@
-"""Logs of runs that never were, for tests of what reads logs."""
+"""Logs of runs that never were, with round numbers; `logs` has some with the times of simulated steps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from chimera_mpi.config import Config, schedule_of
 from chimera_mpi.predict import Costs, simulate
 from chimera_mpi.runlog import RunLog, StepRow
+
+NEVER_FLUSHED_S = 1e9
 
 
 def config(**keys) -> Config:
@@ -36,22 +41,29 @@ def workers(ranks: int) -> np.ndarray:
     return np.array([(0.25, 0.005 * r, 0.05, 0.1, 1e8) for r in range(ranks)])
 
 
-def log(path: Path, first: int, last: int, width: int = 1, reason: str | None = "done", **keys) -> None:
-    """A session of a run; without a reason it ends as if it had been killed."""
-    asked = config(**keys)
-    ranks = asked.depth * width
+@contextmanager
+def session(path: Path, attributes: Mapping[str, Any], ranks: int, reason: str | None) -> Iterator[RunLog]:
+    """Of a log that may be there already; without a reason it ends as if it had been killed once all was flushed."""
     make = RunLog.append if path.exists() else RunLog.create
-    writer = make(path, attributes(asked, width), ranks)
-    schedule = schedule_of(asked).schedule
-    for step in range(first, last + 1):
-        if step % 10 == 9:
-            for replica in range(width):
-                writer.spans(step, replica, simulate(schedule, Costs(0.01, 0.02)).spans)
-        writer.step(row(step, first), workers(ranks))
-        if step % 20 == 19:
-            writer.evaluation(step, 5 - 0.04 * step, 100)
+    writer = make(path, attributes, ranks, flush_every_s=NEVER_FLUSHED_S)
+    yield writer
     writer.flush()
     if reason is None:
         writer._abandon()
     else:
         writer.close(reason)
+
+
+def log(path: Path, first: int, last: int, width: int = 1, reason: str | None = "done", **keys) -> None:
+    """A session of a run."""
+    asked = config(**keys)
+    ranks = asked.depth * width
+    spans = simulate(schedule_of(asked).schedule, Costs(0.01, 0.02)).spans
+    with session(path, attributes(asked, width), ranks, reason) as writer:
+        for step in range(first, last + 1):
+            if step % 10 == 9:
+                for replica in range(width):
+                    writer.spans(step, replica, spans)
+            writer.step(row(step, first), workers(ranks))
+            if step % 20 == 19:
+                writer.evaluation(step, 5 - 0.04 * step, 100)

@@ -165,6 +165,15 @@ def test_however_bytes_are_cut_they_are_pythons_text():
                 list(Utf8("strict").texts("x", blocks))
 
 
+def test_bytes_that_are_no_text_stay_so_in_json_lines(tmp_path):
+    """As they stand in a line, each of those that may, and half a pair that an escape spells."""
+    wild = bytes(range(0x80, 0x100)) + b" \xe2\x82 \xf0\x9f\x98 " + "é€😀".encode()  # begun, each is one place
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "' + wild + b'\\udc00 end"}\n')
+    made = prepare(tmp_path / "x.h5", [tmp_path / "x.jsonl"], validation_fraction=0)
+    wanted = (wild + b"\xed\xb0\x80 end").decode(errors="replace")
+    assert "".join(texts_of(made.path).values()) == wanted and made.broken == wanted.count("\ufffd")
+
+
 def test_broken_documents_are_left_out_without_a_trace(folder, tmp_path):
     (folder / "00.txt").write_bytes(b"x" * 3_000_000 + b"\xff")
     made = prepare(tmp_path / "x.h5", [folder], errors="skip")
@@ -527,5 +536,4 @@ def test_memory_does_not_grow_with_a_line(tmp_path, asked, megabytes):
             [sys.executable, "-c", code, *command], cwd=tmp_path, capture_output=True, text=True, timeout=100
         )
         peaks.append(int(done.stdout.split()[-1]))
-    print(peaks)
     assert peaks[1] - peaks[0] < 40e6, peaks

@@ -16,6 +16,7 @@ from logs import KEYS, Made, write_log
 
 from chimera_mpi import report
 from chimera_mpi.cli import main
+from chimera_mpi.commands.report import _named
 from chimera_mpi.draw import chart, plot
 from chimera_mpi.draw.chart import Bar, Bars, Chart, Series, chart_svg, chart_text, thinned
 from chimera_mpi.draw.table import Table, table_html, table_text
@@ -756,6 +757,15 @@ def test_several_runs_have_a_folder_each(told, events, scaling, tmp_path):
     assert told(tmp_path / "a/log.h5", tmp_path / "b/log.h5", scaling[1], "--tensorboard", board)[0] == 0
     assert len(list(board.iterdir())) == 3
     assert all(events(each).Scalars("loss/training") for each in board.iterdir())
+
+
+def test_runs_are_named_apart():
+    def names(*paths):
+        return [*_named([SimpleNamespace(run=SimpleNamespace(path=Path(path))) for path in paths])]
+
+    assert names("/a/x.h5", "/a/y.h5") == ["x", "y"] and names("/a/x.h5", "/b/x.h5") == ["a-x", "b-x"]
+    assert names("/a/b-c.h5", "/a-b/c.h5", "/a/c.h5") == ["1", "2", "3"], "all would be a-b-c"
+    assert names("/a/x.h5", "/a/x.hdf5") == ["1", "2"]
 
 
 def test_without_tensorboard_the_remedy_is_named(told, folder, tmp_path, monkeypatch):

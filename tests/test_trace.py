@@ -16,6 +16,7 @@ from chimera_mpi.draw import SampledStep
 from chimera_mpi.draw.trace import RUN, thread
 from chimera_mpi.errors import InputError
 from chimera_mpi.predict import Costs, simulate
+from chimera_mpi.report import part_of
 from chimera_mpi.runlog import RunLog, read_run
 from chimera_mpi.sampled import sampled, timelines, trace_of
 from chimera_mpi.schedule import SCHEMES, Kind, build, messages
@@ -276,6 +277,7 @@ def test_spans_of_another_layout_than_the_step_are_left_out(tmp_path) -> None:
     run = read_run(path)
     assert run.sampled_steps == (9, 19)
     assert [step.step for step in sampled(run)] == [19]
+    assert part_of(run).sampled_steps == (19,)
 
 
 def test_of_a_long_run_the_last_steps_are_drawn(run) -> None:
@@ -291,7 +293,7 @@ def test_report_writes_the_trace(run, tmp_path, capsys) -> None:
     path = tmp_path / "trace.json"
     assert main(["report", str(run.path), "--trace", str(path)]) == 0
     assert path.read_text() == trace_of(run)
-    assert main(["report", str(run.path), "--trace", str(path), "--step", "19"]) == 0
+    assert main(["report", str(run.path), "--trace", str(path), "--step", "19", "--session", "0"]) == 0
     assert path.read_text() == trace_of(run, 19)
     capsys.readouterr()
     assert main(["report", str(run.path), "--trace", "/no/such/folder/a.json"]) == 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,9 +12,10 @@ from ..config import Config, load
 from ..errors import InputError
 from ..predict.footprint import Buffers
 from ..predict.machine import Machine, read_machine
-from ..predict.planner import SYNCHRONOUS, Space, Tell, tell_nobody
+from ..predict.planner import SYNCHRONOUS, Space, Tell
 from ..predict.work import Work
 from ..schedule import ALIASES, SCHEMES, STREAMS, nearest
+from ._terminal import bar
 
 
 @dataclass(frozen=True)
@@ -90,20 +89,10 @@ def _schemes(args: argparse.Namespace, config: Config, given: set[str]) -> tuple
 @contextmanager
 def progress_bar() -> Iterator[Tell]:
     """On a terminal, a bar that runs while choices are settled."""
-    if not sys.stderr.isatty():
-        yield tell_nobody
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, told = bar.add_task("laying out choices", total=None), [0.0]
+    with bar("laying out choices", "TimeElapsedColumn") as tell_bar:
 
         def tell(settled: int, of: int, best_s: float) -> None:
-            if time.monotonic() - told[0] > 0.1:
-                told[0] = time.monotonic()
-                best = f", best {best_s:.3g} s" if best_s < float("inf") else ""
-                bar.update(task, completed=settled, total=of, description=f"{settled:,} of {of:,} choices{best}")
+            best = f", best {best_s:.3g} s" if best_s < float("inf") else ""
+            tell_bar(f"{settled:,} of {of:,} choices{best}", settled, of)
 
         yield tell

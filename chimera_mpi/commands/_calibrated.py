@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..draw.chart import Chart, Series
-from ..draw.look import duration
+from ..draw.look import duration, size
 from ..predict import Link
 from ..predict.calibrated import Calibrated, Found, MessageReading, counted, told, typical_noise
 
@@ -31,14 +31,14 @@ def tables(found: Found, made: Calibrated) -> Iterator[Table]:
         fitting = counted(readings)
         for message in readings:
             fit = _time(link.seconds(message.size_bytes)) if message in fitting else ""
-            messages.add_row(message.way, message.buffers, _size(message.size_bytes), _time(message.seconds), fit)
+            messages.add_row(message.way, message.buffers, size(message.size_bytes), _time(message.seconds), fit)
         yield messages
     if found.sums:
         sums = _table("sums of gradients", "replicas", "nodes", "size", "time", "fit", "hidden")
         for of in found.sums:
             fit = _time(made.machine.allreduce.seconds(of.size_bytes, of.replicas, of.replicas // of.nodes))
             hidden = "" if of.hidden is None else f"{100 * of.hidden:.0f} %"
-            sums.add_row(str(of.replicas), str(of.nodes), _size(of.size_bytes), _time(of.seconds), fit, hidden)
+            sums.add_row(str(of.replicas), str(of.nodes), size(of.size_bytes), _time(of.seconds), fit, hidden)
         yield sums
 
 
@@ -56,10 +56,10 @@ def summary(found: Found, made: Calibrated) -> Iterator[str]:
     """The machine in a few lines."""
     machine = made.machine
     yield f"slowdown    a pipeline takes {machine.compute.slowdown:.3f} of what its layers take by themselves"
-    yield f"memory      {_size(machine.memory_bytes)} a rank, {machine.workers_per_node} rank(s) a node"
+    yield f"memory      {size(machine.memory_bytes)} a rank, {machine.workers_per_node} rank(s) a node"
     for name, link, table in (("node link", machine.node_link, "[node_link]"), ("link", machine.link, "[link]")):
         if link:
-            rate = f"{_size(1 / link.s_per_byte)}/s" if link.s_per_byte else "no limit to the rate"
+            rate = f"{size(1 / link.s_per_byte)}/s" if link.s_per_byte else "no limit to the rate"
             yield f"{name:12}{_time(link.latency_s)} and {rate}; {_how(made, table)}"
     busy = machine.overlap.allreduce_busy
     yield f"all-reduce  {_how(made, '[allreduce.node]' if machine.allreduce.node else '[allreduce.switch]')}"
@@ -117,10 +117,4 @@ def _how(made: Calibrated, table: str) -> str:
 
 def _time(seconds: float) -> str:
     """To three digits."""
-    return duration(float(f"{seconds:.3g}"))
-
-
-def _size(size_bytes: float) -> str:
-    """To three digits, in thousands."""
-    unit, size = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size_bytes >= s), ("B", 1))
-    return f"{size_bytes / size:.3g} {unit}"
+    return duration(seconds, 3)

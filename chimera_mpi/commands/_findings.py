@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 State = Literal["ok", "warning", "error"]
@@ -15,6 +15,9 @@ class Finding(NamedTuple):
     state: State
     what: str
     remedy: str = ""
+
+
+Found = Finding | Iterator[Finding] | None  # by a check
 
 
 def ok(name: str, what: str) -> Finding:
@@ -33,6 +36,13 @@ def from_message(name: str, state: State, message: str) -> Finding:
     """A message of an InputError, which ends with its remedy."""
     what, _, remedy = message.rpartition(": ")
     return Finding(name, state, what, remedy) if what else Finding(name, state, message)
+
+
+def each(found: Found) -> Iterator[Finding]:
+    if isinstance(found, Finding):
+        yield found
+    elif found is not None:
+        yield from found
 
 
 def worst(findings: Sequence[Finding]) -> State:

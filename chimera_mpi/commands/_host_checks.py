@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ..draw.look import size
 from ..errors import InputError
 from ..host import sharpen_timer
-from ._findings import Finding, error, from_message, ok, warning
+from ._findings import Finding, Found, each, error, from_message, ok, warning
 from ._host import Host, family_of
 from ._ranks import refuse_singletons
 from ._slurm_checks import slurm
@@ -223,7 +224,7 @@ def existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
-Check = Callable[[Host], "Finding | Iterator[Finding] | None"]
+Check = Callable[[Host], Found]
 
 CHECKS: tuple[Check, ...] = (
     mpi_library,
@@ -248,16 +249,7 @@ OF_NODES: tuple[Check, ...] = (cores, timer, shared_memory)  # which may differ 
 def examine(host: Host, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
     """What each check finds, in their order."""
     for check in checks:
-        found = check(host)
-        if isinstance(found, Finding):
-            yield found
-        elif found is not None:
-            yield from found
-
-
-def size(count_bytes: float) -> str:
-    unit, scale = ("GB", 1e9) if count_bytes >= 1e9 else ("MB", 1e6)
-    return f"{count_bytes / scale:.3g} {unit}"
+        yield from each(check(host))
 
 
 def _count(number: int, what: str) -> str:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..draw.look import size
 from ..lock import Lock
-from ._findings import Finding, error, ok, warning
-from ._host_checks import existing, size
+from ._findings import Finding, Found, each, error, ok, warning
+from ._host_checks import existing
 
 if TYPE_CHECKING:
     from ..runtime.grid import Node
@@ -267,7 +268,7 @@ def _nodes(ranks: Ranks) -> str:
     return f"{count} node{'s' * (count != 1)}"
 
 
-JobCheck = Callable[[Ranks], "Finding | Iterator[Finding] | None"]
+JobCheck = Callable[[Ranks], Found]
 
 ALWAYS: tuple[JobCheck, ...] = (devices,)
 TOGETHER: tuple[JobCheck, ...] = (alike, clocks, shared_folder, ring, allreduce, overlap)
@@ -276,8 +277,4 @@ TOGETHER: tuple[JobCheck, ...] = (alike, clocks, shared_folder, ring, allreduce,
 def examine_together(ranks: Ranks) -> Iterator[Finding]:
     """What each check finds, in their order. Collective."""
     for check in ALWAYS if ranks.world.size == 1 else (*ALWAYS, *TOGETHER):
-        found = check(ranks)
-        if isinstance(found, Finding):
-            yield found
-        elif found is not None:
-            yield from found
+        yield from each(check(ranks))

@@ -6,14 +6,43 @@ import argparse
 import os
 import shutil
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ._plan import count
+
+TELL_EVERY_S = 0.1
 
 
 def add_terminal(output: argparse._ArgumentGroup) -> None:
     """The options of a command that draws in characters."""
     output.add_argument("--width", type=count, metavar="COLUMNS", help="default: the terminal's, 80 without one")
     output.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+
+
+@contextmanager
+def bar(first: str, *columns: str) -> Iterator[Callable[[str, int, int], None]]:
+    """On a terminal a bar behind words, `first` to begin with, and rich's `columns` behind it. It is told words, how
+    much is done, and of how much."""
+    if not sys.stderr.isatty():
+        yield lambda words, done, total: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    behind = (getattr(progress, name)() for name in columns)
+    parts = progress.TextColumn("{task.description}"), progress.BarColumn(), *behind
+    with progress.Progress(*parts, console=Console(stderr=True), transient=True) as shown:
+        task, told_s = shown.add_task(first, total=None), 0.0
+
+        def tell(words: str, done: int, total: int) -> None:
+            nonlocal told_s
+            if time.monotonic() - told_s > TELL_EVERY_S:
+                told_s = time.monotonic()
+                shown.update(task, description=words, completed=done, total=total)
+
+        yield tell
 
 
 def columns(asked: int | None) -> int:

@@ -254,7 +254,7 @@ def _print(rows: Sequence[Row], refused: Sequence[str], links: Mapping[int, Sequ
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     for micro_batches, size in dict.fromkeys((row.micro_batches, row.message_bytes) for row in rows):
-        way = f", {duration(float(f'{median(links[size]):.2g}'))} one way" if links[size] else ""
+        way = f", {duration(median(links[size]), 2)} one way" if links[size] else ""
         print(f"\nN = {micro_batches}, messages of {size:,} bytes{way}")
         table = Table(box=box.SIMPLE_HEAD)
         table.add_column("scheme", no_wrap=True)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError
+from ..errors import unwritable
+from ._terminal import bar
 
 if TYPE_CHECKING:
     from ..data import Prepared
@@ -55,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot write {args.output} ({error}): give a path with room for it") from error
-    with _progress_bar() as tell:
+        raise unwritable(args.output, error) from error
+    with bar("texts", "DownloadColumn", "TimeRemainingColumn") as tell:
         made = prepare(
             args.output,
             args.sources,
@@ -84,24 +81,3 @@ def describe(made: Prepared) -> str:
     if made.broken:
         remarks.append(f"{made.broken:,} places that were not UTF-8 replaced by U+FFFD")
     return "\n".join([told, "; ".join(remarks)] if remarks else [told])
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """On a terminal, a bar that runs while texts are read."""
-    if not sys.stderr.isatty():
-        yield lambda what, done_bytes, of_bytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, told = bar.add_task("texts", total=None), [0.0]
-
-        def tell(what: str, done_bytes: int, of_bytes: int) -> None:
-            if time.monotonic() - told[0] > 0.1:
-                told[0] = time.monotonic()
-                bar.update(task, description=what, completed=done_bytes, total=of_bytes)
-
-        yield tell

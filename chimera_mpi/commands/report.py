@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import draw
 from ..draw.chart import Drawn, chart_svg, chart_text
+from ..draw.look import ASCII
 from ..draw.table import Table, table_text
 from ..errors import InputError
 from ._plan import write
@@ -146,10 +147,12 @@ def _read(paths: Sequence[Path]) -> tuple[list[Report], dict[str, str]]:
 
 
 def _named(reports: Sequence[Report]) -> dict[str, Run]:
-    """By as much of their paths as it takes to tell them apart."""
-    paths = [made.run.path.resolve().with_suffix("") for made in reports]
-    parts = next(n for n in range(1, 99) if len({path.parts[-n:] for path in paths}) == len(paths))
-    return {"-".join(path.parts[-parts:]): made.run for path, made in zip(paths, reports, strict=True)}
+    """By as much of their paths as it takes to tell them apart, or by number where that is not enough."""
+    paths = [made.run.path.resolve().with_suffix("").parts[1:] for made in reports]
+    tried = (["-".join(path[-parts:]) for path in paths] for parts in range(1, max(map(len, paths)) + 1))
+    numbers = [str(number) for number in range(1, len(paths) + 1)]
+    names = next((names for names in tried if len(set(names)) == len(names)), numbers)
+    return {name: made.run for name, made in zip(names, reports, strict=True)}
 
 
 # ---- how
@@ -169,10 +172,7 @@ def _text(told: _Told, args: argparse.Namespace) -> str:
     if "" in told.runs and told.timelines:
         blocks.append(draw.text(told.timelines, width, wants_color(args.color), ascii))
     text = "\n\n".join(block for block in blocks if block)
-    return text.translate(_ASCII) if ascii else text
-
-
-_ASCII = str.maketrans({"±": "+-", "µ": "u", "…": "."})
+    return text.translate(ASCII) if ascii else text
 
 
 def _plain(value: Any) -> Any:
@@ -192,8 +192,8 @@ def _write_files(told: _Told, args: argparse.Namespace) -> None:
     if args.html:
         from ..report.page import report_page
 
-        shown = told.title, told.lines, told.charts, told.tables, told.timelines, told.heading
-        write(args.html, report_page(*shown))
+        page = report_page(told.title, told.lines, told.charts, told.tables, told.timelines, told.heading)
+        write(args.html, page)
     if args.trace:
         from ..sampled import trace_of
 

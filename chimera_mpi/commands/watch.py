@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ..errors import InputError
 from ..lock import owner, owner_lives
 from ._plan import seconds
+from ._terminal import speaks_unicode
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -150,7 +151,6 @@ class _Screen:
 
         from ..watch import lines
 
-        ascii = not (console.encoding or "").lower().startswith("utf")
         height = console.height - 1 if self.limited else None  # the last row is the prompt's
-        for line in lines(self.view, options.max_width, height, ascii):
+        for line in lines(self.view, options.max_width, height, ascii=not speaks_unicode()):
             yield Text.assemble(*line, no_wrap=True, overflow="crop")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, refuse_taken
 from .corpus import PARTS, SCHEMA
 from .parts import Part, Split, split
 from .sources import ERRORS, SUFFIXES, Source, Utf8, shifted, sources_of
@@ -115,8 +115,7 @@ def unigram_entropy(counts: Tokens) -> float:
 
 
 def _refuse_output(output: Path) -> None:
-    if output.exists():
-        raise InputError(f"{output} exists and stays as it is: give another path, or remove it first")
+    refuse_taken(output)
     if not output.parent.is_dir():
         raise InputError(f"{output.parent} is not a folder: make it first, or give another path")
 

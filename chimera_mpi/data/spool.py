@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InputError
+from ..errors import InputError, unwritable
 from ..lock import Lock, owner
 from .sources import Broken, Document, Source, Utf8, shifted
 from .tokenizer import Tokenizer
@@ -158,11 +158,11 @@ def spool_folder(output: Path) -> Iterator[Path]:
         folder.mkdir(exist_ok=True)
         lock = _locked(folder, output)
     except OSError as error:
-        raise _unwritable(output, error) from error
+        raise unwritable(output, error) from error
     try:
         yield folder
     except (InputError, OSError) as error:
-        refused = error if isinstance(error, InputError) else _unwritable(output, error)
+        refused = error if isinstance(error, InputError) else unwritable(output, error)
         if _is_worth_keeping(folder):
             raise InputError(f"{refused} (what is done is in {folder}: the same command goes on from it)") from error
         raise refused from error
@@ -170,10 +170,6 @@ def spool_folder(output: Path) -> Iterator[Path]:
         if not _is_worth_keeping(folder):
             shutil.rmtree(folder, ignore_errors=True)
         lock.release()
-
-
-def _unwritable(output: Path, error: OSError) -> InputError:
-    return InputError(f"cannot write {output} ({error}): give a path with room for it")
 
 
 def _is_worth_keeping(folder: Path) -> bool:

@@ -46,6 +46,11 @@ class Chart(NamedTuple):
     log_x: bool = True
     from_zero: bool = True
 
+    @property
+    def named(self) -> Sequence[Series]:
+        """What the legend has."""
+        return self.series
+
 
 class Bar(NamedTuple):
     """What one kind of bar is in each group; nan where it is not. `spread` as of a `Series`."""
@@ -63,6 +68,11 @@ class Bars(NamedTuple):
     groups: Sequence[str]
     bars: Sequence[Bar]
     stacked: bool = False
+
+    @property
+    def named(self) -> Sequence[Bar]:
+        """What the legend has."""
+        return self.bars
 
 
 Drawn = Chart | Bars
@@ -106,22 +116,11 @@ def dashes(at: int) -> str:
 # ---- from numbers to shares of the width and of the height
 
 
-class _Scale:
-    """From numbers to shares of a length, with round numbers to mark."""
+class _Axis:
+    """From numbers to shares of a length."""
 
-    def __init__(self, values: Sequence[float], is_log: bool, from_zero: bool, most: int = 6):
-        low, high = min(values), max(values)
+    def __init__(self, low: float, high: float, is_log: bool):
         self._is_log = is_log
-        if is_log:
-            self.ticks = _powers(low, high)
-            low, high = min(low, self.ticks[0]), max(high, self.ticks[-1])
-        elif from_zero:
-            low, high = min(low, 0.0), max(high * 1.05, 0.0) or 1.0
-            self.ticks = between(low, high, most)
-        else:
-            room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-            low, high = low - room, high + room
-            self.ticks = between(low, high, most)
         self._ends = self._scaled(low), self._scaled(high)
 
     def __call__(self, value: float) -> float:
@@ -134,6 +133,24 @@ class _Scale:
         return log(value) if self._is_log else value
 
 
+class _Scale(_Axis):
+    """One with room at its ends, and round numbers to mark."""
+
+    def __init__(self, values: Sequence[float], is_log: bool, from_zero: bool, most: int = 6):
+        low, high = min(values), max(values)
+        if is_log:
+            self.ticks = _powers(low, high)
+            low, high = min(low, self.ticks[0]), max(high, self.ticks[-1])
+        elif from_zero:
+            low, high = min(low, 0.0), max(high * 1.05, 0.0) or 1.0
+            self.ticks = between(low, high, most)
+        else:
+            room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+            low, high = low - room, high + room
+            self.ticks = between(low, high, most)
+        super().__init__(low, high, is_log)
+
+
 class _Frame:
     def __init__(self, chart: Chart):
         points = [point for series in chart.series for point in series.points]
@@ -142,13 +159,8 @@ class _Frame:
         if chart.log_y:
             ys = [y for y in ys if y > 0]
         self.y = _Scale(ys, chart.log_y, chart.from_zero)
-        self._x = (log(min(xs)), log(max(xs))) if chart.log_x else (min(xs), max(xs))
-        self._log_x = chart.log_x
+        self.x = _Axis(min(xs), max(xs), chart.log_x)
         self.x_ticks = sorted(set(xs)) if chart.log_x else between(min(xs), max(xs), 6)
-
-    def x(self, value: float) -> float:
-        low, high = self._x
-        return ((log(value) if self._log_x else value) - low) / (high - low) if high > low else 0.5
 
 
 def between(low: float, high: float, most: int) -> list[float]:
@@ -430,7 +442,7 @@ def _rect(chart: Bars, at: int, bar: Bar, x: float, width: float, y: float, heig
 def _legend_places(chart: Drawn, across: int) -> list[tuple[int, float]]:
     """The line and the left edge of each entry."""
     places, line, x = [], 0, 0.0
-    for named in chart.bars if isinstance(chart, Bars) else chart.series:
+    for named in chart.named:
         need = 40 + _LETTER * len(named.name)
         if x and x + need - 14 > across + _RIGHT:
             line, x = line + 1, 0.0
@@ -440,7 +452,7 @@ def _legend_places(chart: Drawn, across: int) -> list[tuple[int, float]]:
 
 
 def _legend(chart: Drawn, across: int, down: int) -> Iterator[str]:
-    named: Sequence[Bar | Series] = chart.bars if isinstance(chart, Bars) else chart.series
+    named: Sequence[Bar | Series] = chart.named
     for at, ((line, left), each) in enumerate(zip(_legend_places(chart, across), named, strict=True)):
         y = round(down + _foot(chart, across) + 6 + _LINE * line, 1)
         yield _coloured(at, isinstance(each, Series) and each.guide)

@@ -162,6 +162,8 @@ def titled(timelines: Titled) -> dict[str, Timeline]:
     return by_title
 
 
+ASCII = str.maketrans({"µ": "u", "±": "+-", "·": "-", "…": "~"})  # for a terminal that has no others
+
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
@@ -170,10 +172,25 @@ def unit_of(seconds: float) -> tuple[str, float]:
     return next((unit for unit in _UNITS if abs(seconds) >= unit[1]), _UNITS[-1] if seconds else _UNITS[0])
 
 
-def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them: `16 s`, `12.5 ms`, `40 µs`."""
-    unit, size = unit_of(seconds)
-    return f"{float(seconds) / size:.6g} {unit}"
+def duration(seconds: float, digits: int = 6) -> str:
+    """Seconds, to so many digits, in the unit that suits them: `16 s`, `12.5 ms`, `40 µs`."""
+    rounded = float(f"{float(seconds):.{digits}g}")
+    unit, size = unit_of(rounded)
+    return f"{rounded / size:.6g} {unit}"
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: `1:02:03`."""
+    if not isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def size(size_bytes: float) -> str:
+    """To three digits, in thousands: `2.5 GB`."""
+    unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size_bytes >= s), ("B", 1))
+    return f"{size_bytes / scale:.3g} {unit}"
 
 
 def percent(ratio: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .chart import GUIDE, MARKED, Bar, Bars, Chart, Drawn, colour, dashes, short
+from .chart import GUIDE, MARKED, Bars, Chart, Drawn, colour, dashes, short
 
 Axes = Any  # of matplotlib, which may not be installed
 
@@ -124,8 +124,7 @@ def _finish(axes: Axes, chart: Drawn) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    named: Sequence[Any] = chart.bars if isinstance(chart, Bars) else chart.series
-    if len(named) > 1 or any(isinstance(each, Bar) for each in named):
+    if len(chart.named) > 1 or isinstance(chart, Bars):
         legend = axes.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
         for words in legend.get_texts():
             words.set_parse_math(False)

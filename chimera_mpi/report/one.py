@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..draw.chart import Bar, Bars, Chart, Drawn, Series, finite, thinned
-from ..draw.look import duration, percent, unit_of
+from ..draw.look import clock, duration, percent, unit_of
 from ..draw.table import Table, table_text
 from ..errors import InputError
 from ..runlog import Run
 from .part import INCIDENTAL, LEARNING, SHAPE, Part, Start, differing, part_of, starts_of, without
 from .stats import Interval, over_blocks
-from .steps import Sampled, Steps, mean
+from .steps import Bubble, Sampled, Steps, mean
 
 MOST_POINTS = 400  # of a curve in a picture
 
@@ -68,6 +68,11 @@ class Report:
     def sampled(self) -> Sampled:
         return Sampled(self.part)
 
+    @cached_property
+    def starts(self) -> list[Start]:
+        """All of the run."""
+        return starts_of(self.run)
+
     @property
     def has_steps(self) -> bool:
         return len(self.part.rows) > 0
@@ -107,12 +112,17 @@ class Report:
         return [Times._make([*row, max(step_s - sum(row), 0.0)]) for row in medians.tolist()]
 
     @cached_property
+    def bubble(self) -> Bubble | None:
+        """None before a step was sampled, and of a scheme that this program does not know."""
+        try:
+            return self.sampled.bubble
+        except InputError:
+            return None
+
+    @property
     def drawable(self) -> bool:
         """Whether there is a step to draw."""
-        try:
-            return self.sampled.bubble is not None
-        except InputError:
-            return False
+        return self.bubble is not None
 
     def steps(self, step: int | None = None) -> Steps:
         """A sampled step as it was planned and as it was, by default the last. Raises InputError without one."""
@@ -138,7 +148,7 @@ class Report:
     @property
     def steps_asked(self) -> int:
         """By the last session: a run may be resumed for more."""
-        return int(starts_of(self.run)[-1].keys.get("steps", self.start.config.steps))
+        return int(self.starts[-1].keys.get("steps", self.start.config.steps))
 
     @property
     def loss(self) -> float:
@@ -207,7 +217,7 @@ class Report:
         if "predicted_step_s" in attributes:
             predicted_s, measured_s = float(attributes["predicted_step_s"]), self.part.median("seconds")
             yield (
-                f"predicted   {duration(float(f'{predicted_s:.3g}'))} a step on {attributes['machine']}; "
+                f"predicted   {duration(predicted_s, 3)} a step on {attributes['machine']}; "
                 f"measured {100 * (measured_s / predicted_s - 1):+.1f} %"
             )
 
@@ -215,15 +225,14 @@ class Report:
 
     def short_tables(self) -> list[Table]:
         """Bubbles and memory."""
-        made = (self._bubble_table() if self.drawable else None, self._memory_table())
-        return [table for table in made if table]
+        return [table for table in (self._bubble_table(), self._memory_table()) if table]
 
     def tables(self) -> list[Table]:
         workers = [self.worker_table()] if self.has_steps else []
         return [*self.short_tables(), *workers, self.session_table()]
 
     def _bubble_table(self) -> Table | None:
-        bubble = self.sampled.bubble
+        bubble = self.bubble
         if bubble is None:
             return None
         rows = {"planned": bubble.planned, "measured": bubble.measured, "1f1b planned": bubble.planned_1f1b}
@@ -258,19 +267,25 @@ class Report:
         ]
         width = self.start.width
         over = f" and over {width} replicas" if width > 1 else ""
-        whole = duration(float(f"{step_s:.4g}"))
+        whole = duration(step_s, 4)
         note = f"{unit} and share of a step of {whole}: medians over steps{over}; other: after its last op"
         return Table("", ["worker", *TIMES.values()], rows, note)
 
     def session_table(self) -> Table:
-        starts = starts_of(self.run)
-        hosts = {str(start.number): str(len(start.hosts)) for start in starts}
+        hosts = {str(start.number): str(len(start.hosts)) for start in self.starts}
         heads = ["session", "started (UTC)", "took", "layout", "steps", "why it ended"]
-        rows = [_session_row(start) for start in starts]
+        rows = [_session_row(start, layout) for start, layout in zip(self.starts, self._layouts, strict=True)]
         if set(hosts.values()) != {"1"}:
             heads.insert(3, "hosts")
             rows = [[*row[:3], hosts[row[0]], *row[3:]] for row in rows]
         return Table("", heads, rows)
+
+    @cached_property
+    def _layouts(self) -> list[str]:
+        """Of each start the scheme and its shape, and what else the others had otherwise."""
+        told = [without(start.keys, INCIDENTAL, LEARNING, SHAPE, frozenset({"scheme"})) for start in self.starts]
+        names = differing(told)
+        return [_layout(start, names) for start in self.starts]
 
     # ---- charts
 
@@ -355,14 +370,13 @@ class Report:
         }
 
     def _bubble_figures(self) -> dict[str, float] | None:
-        bubble = self.sampled.bubble if self.drawable else None
-        return None if bubble is None else {name: mean(of) for name, of in bubble._asdict().items()}
+        return {name: mean(of) for name, of in self.bubble._asdict().items()} if self.bubble else None
 
     def _worker_figures(self) -> list[dict[str, Any]]:
         figures: list[dict[str, Any]] = [times._asdict() for times in self.times]
-        if self.drawable and (bubble := self.sampled.bubble):
+        if self.bubble:
             for worker, found in enumerate(figures):
-                found.update({f"bubble_{name}": of[worker] for name, of in bubble._asdict().items()})
+                found.update({f"bubble_{name}": of[worker] for name, of in self.bubble._asdict().items()})
         if self.memory:
             for found, predicted, measured in zip(figures, *self.memory[:2], strict=True):
                 found.update(predicted_bytes=float(predicted), measured_bytes=float(measured))
@@ -375,9 +389,9 @@ class Report:
                 **{name: getattr(start.session, name) for name in ("start", "end", "reason", "host", "ranks")},
                 "first_step": start.session.first_step,
                 "steps": self.run.steps["step"][start.rows[[0, -1]]].tolist() if len(start.rows) else [],
-                "layout": _layout(start),
+                "layout": layout,
             }
-            for start in starts_of(self.run)
+            for start, layout in zip(self.starts, self._layouts, strict=True)
         ]
 
 
@@ -421,11 +435,6 @@ def breakdown_chart(title: str, groups: Sequence[str], times: Sequence[Times]) -
     return Bars(title, f"{unit} of a step", groups, bars, stacked=True)
 
 
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
 def _clock_unit(seconds: float) -> tuple[str, float]:
     units = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
     return next((unit for unit in units if seconds >= 2 * unit[1]), units[-1])
@@ -442,13 +451,13 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def _session_row(start: Start) -> list[str]:
+def _session_row(start: Start, layout: str) -> list[str]:
     session, steps = start.session, start.run.steps["step"][start.rows]
     return [
         str(start.number),
         session.start[:16].replace("T", " "),
         _took(start),
-        _layout(start),
+        layout,
         _ranges(steps.tolist()) or "none",
         session.reason or _without_reason(start),
     ]
@@ -465,12 +474,9 @@ def _without_reason(start: Start) -> str:
     return "at work, or killed" if start.number == len(start.run.sessions) - 1 else "killed"
 
 
-def _layout(start: Start) -> str:
-    """The scheme and its shape, and what else a session of the run had otherwise."""
+def _layout(start: Start, more: Sequence[str]) -> str:
     keys = start.keys
     if "scheme" not in keys:
         return f"{start.ranks} ranks"
-    starts = starts_of(start.run)
-    others = [without(each.keys, INCIDENTAL, LEARNING, SHAPE) for each in starts]
-    more = [f" {key}={keys.get(key)}" for key in differing(others) if key != "scheme"]
-    return f"{keys['scheme']} D={keys['depth']} W={start.width} N={keys['micro_batches']}{''.join(more)}"
+    others = "".join(f" {key}={keys.get(key)}" for key in more)
+    return f"{keys['scheme']} D={keys['depth']} W={start.width} N={keys['micro_batches']}{others}"

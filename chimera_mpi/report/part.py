@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import Config, Steps, checked
+from ..config import Config, Steps
 from ..errors import InputError
 from ..runlog import Run, Session
-from ..sampled import layout_of
+from ..sampled import asked_of, given_to, is_whole, layout_of
 from ..schedule import STREAMS, Schedule
-from ..timeline import Span, Timeline
+from ..timeline import Timeline
 
 # Keys that change neither what a step computes nor how.
 INCIDENTAL = frozenset(
@@ -66,8 +66,7 @@ class Start:
 
     @cached_property
     def attributes(self) -> dict[str, Any]:
-        """What this start was given; what an older log did not write down, the run as a whole was."""
-        return {**self.run.attributes, **self.session.attributes}
+        return given_to(self.run, self.number)
 
     @cached_property
     def keys(self) -> dict[str, Any]:
@@ -78,14 +77,10 @@ class Start:
     @cached_property
     def config(self) -> Config:
         """Raises InputError if the log has none of a run that `train` knows."""
-        known = {key: value for key, value in self.keys.items() if key in Config.model_fields}
         missing = [name for name in ("config", "width", "mini_batch_size") if name not in self.attributes]
         if missing:
             raise InputError(f"{self.run.path} has no {missing[0]!r}: is it the log of a training?")
-        try:
-            found = checked(known)
-        except InputError as error:
-            raise InputError(f"{self.run.path}: its configuration cannot be read: {error}") from None
+        found = asked_of(self.run, self.number)
         if found.depth * self.width != self.ranks:
             raise InputError(f"{self.run.path} has {self.ranks} ranks with depth={found.depth} and width={self.width}")
         return found
@@ -175,16 +170,7 @@ class Part:
     def sampled_steps(self) -> tuple[int, ...]:
         """The steps whose spans are those of its schedule."""
         mine = set(self.run.steps["step"][self.rows].tolist())
-        return tuple(step for step in self.run.sampled_steps if step in mine and self._is_whole_step(step))
-
-    def _is_whole_step(self, step: int) -> bool:
-        """A step that a killed session had sampled and a later one did again may have spans of the former."""
-        here = self.run.span_rows[self.run.span_rows["step"] == step]
-        return len(here) == self.last.width * sum(map(len, self.schedule.orders))
-
-    def spans(self, step: int) -> list[tuple[Span, ...]]:
-        """Those of each replica."""
-        return [self.run.spans(step, replica) for replica in range(self.last.width)]
+        return tuple(step for step in self.run.sampled_steps if step in mine and is_whole(self.run, step))
 
     def timeline(self, step: int | None = None) -> Timeline:
         """The first replica's sampled step, by default the last one. Raises InputError if it was not sampled."""

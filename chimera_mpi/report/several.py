@@ -76,8 +76,7 @@ class Configuration:
         return self._bubble("measured")
 
     def _bubble(self, which: str) -> float:
-        found = [getattr(report.sampled.bubble, which) for report in self.reports if report.drawable]
-        return _mean([mean(of_workers) for of_workers in found])
+        return _mean([mean(getattr(report.bubble, which)) for report in self.reports if report.bubble])
 
     @property
     def loss(self) -> float:
@@ -240,18 +239,10 @@ class Comparison:
     # ---- figures
 
     def figures(self) -> dict[str, Any]:
-        scalings = [
-            {
-                "batch": float(scaling.batch),
-                "schemes": {label: [_scaled_figures(p) for p in points] for label, points in scaling.schemes.items()},
-                "strong": scaling.strong,
-            }
-            for scaling in self.scalings
-        ]
         return {
             "configurations": [_figures(made) for made in self.configurations],
-            "strong_scaling": [without(each, frozenset({"strong"})) for each in scalings if each["strong"]],
-            "weak_scaling": [without(each, frozenset({"strong"})) for each in scalings if not each["strong"]],
+            "strong_scaling": [_scaling_figures(each) for each in self.scalings if each.strong],
+            "weak_scaling": [_scaling_figures(each) for each in self.scalings if not each.strong],
         }
 
 
@@ -440,6 +431,11 @@ def _figures(made: Configuration) -> dict[str, Any]:
         "validation_loss": made.validation,
         "average_worker": made.times._asdict(),
     }
+
+
+def _scaling_figures(scaling: Scaling) -> dict[str, Any]:
+    schemes = {label: [_scaled_figures(point) for point in points] for label, points in scaling.schemes.items()}
+    return {"batch": float(scaling.batch), "schemes": schemes}
 
 
 def _scaled_figures(point: Scaled) -> dict[str, Any]:

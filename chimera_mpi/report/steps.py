@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ..predict import Costs, measured_costs, merged, simulate
+from ..sampled import timelines
 from ..schedule import build
 from ..timeline import Timeline
 from .part import Part
@@ -55,8 +56,7 @@ class Sampled:
     @cached_property
     def timelines(self) -> list[Timeline]:
         """Of all replicas."""
-        schedule = self.part.schedule
-        return [Timeline(schedule, spans) for step in self.numbers for spans in self.part.spans(step)]
+        return [timeline for step in self.numbers for timeline in timelines(self.part.run, step)]
 
     @cached_property
     def costs(self) -> Costs:

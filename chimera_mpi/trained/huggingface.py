@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from ..checkpoint import PART, WEIGHTS, Checkpoint, Draft, open_checkpoint
 from ..data import TOKENIZER, Tokenizer, from_json, name_of, special_tokens
-from ..errors import InputError, refusing
+from ..errors import InputError, refuse_taken, refusing, unwritable
 from ..models import (
     BERT,
     GPT,
@@ -61,7 +61,7 @@ def import_model(source: Path, output: Path) -> Imported:
     Half precision becomes float32. Raises InputError, and then leaves nothing.
     """
     folder = source if source.is_dir() else source.parent
-    _refuse_taken(output)
+    refuse_taken(output)
     weights = _weights_in(source)
     with _named(folder / CONFIG):
         shape = from_huggingface_config(_settings(folder / CONFIG))
@@ -184,7 +184,7 @@ def _tokenizer_in(folder: Path, shape: GPT | BERT) -> Tokenizer | None:
 
 def export_model(trained: Trained, output: Path) -> Exported:
     """Make the folder `output`, as `from_pretrained` loads it. Raises InputError, and then leaves nothing."""
-    _refuse_taken(output)
+    refuse_taken(output)
     shape = trained.shape
     weights = to_huggingface(shape, dict(trained.weights()))
     if shape.tied:
@@ -232,11 +232,6 @@ def _tokenizer_files(trained: Trained) -> dict[str, Any]:
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
-def _refuse_taken(output: Path) -> None:
-    if output.exists():
-        raise InputError(f"{output} exists and stays as it is: give another path, or remove it first")
-
-
 @contextmanager
 def _made(output: Path) -> Iterator[Path]:
     """A folder beside `output` to make it in, which goes. What the disk refuses becomes an InputError."""
@@ -245,7 +240,7 @@ def _made(output: Path) -> Iterator[Path]:
         part.mkdir(parents=True)
         yield part
     except OSError as error:
-        raise InputError(f"cannot write {output} ({error.strerror or error}): give a path with room for it") from error
+        raise unwritable(output, error) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -176,6 +176,11 @@ def duration(seconds: float) -> str:
     return f"{float(seconds) / size:.6g} {unit}"
 
 
+def figure(number: float) -> str:
+    """A loss or the like: `2.8289`, and no row of digits where it has diverged, `1e+300`."""
+    return f"{number:.4f}" if abs(number) < 1e9 else f"{number:.5g}"
+
+
 def percent(ratio: float) -> str:
     return f"{100 * float(ratio):.1f} %"
 

@@ -211,13 +211,18 @@ def taken(folder: Path, locking: bool = True) -> Iterator[None]:
             "you may write in, on a file system that locks files (or set HDF5_USE_FILE_LOCKING=FALSE)?"
         ) from error
     try:
-        for left in folder.glob(f"step-*{PART}"):
-            shutil.rmtree(left, ignore_errors=True)
+        clear(folder)
         yield
     finally:
         lock.release()
         with suppress(OSError):  # others may be in it
             folder.rmdir()
+
+
+def clear(folder: Path) -> None:
+    """Remove from a folder, which one has to oneself, what was never finished."""
+    for left in folder.glob(f"step-*{PART}"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 @dataclass(frozen=True)

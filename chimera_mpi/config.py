@@ -12,7 +12,19 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import InputError
-from .schedule import STREAMS, OpCosts, Schedule, accumulated, build, check, nearest, ordered_for, without_updates
+from .schedule import (
+    ALIASES,
+    SCHEMES,
+    STREAMS,
+    OpCosts,
+    Schedule,
+    accumulated,
+    build,
+    check,
+    nearest,
+    ordered_for,
+    without_updates,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -128,6 +140,15 @@ class Config(BaseModel):
         "auto", description="how long no op may begin or end within a step; auto: a multiple of a step's time"
     )
 
+    # deaths of ranks
+    survive: Literal["replicas"] | None = Field(
+        None, description="replicas: a run goes on without ranks that die, from the copies of their stages (ULFM)"
+    )
+    spares: Number = Field(0, description="ranks that stand by and take the places of those that die")
+    survive_scheme: str | None = Field(
+        None, description="what to go on with where the scheme itself cannot be had on the ranks that are left"
+    )
+
     # the machine
     machine: str | None = Field(
         None, description="what steps are predicted by: a file of calibrate, or the name of a machine that comes along"
@@ -202,10 +223,32 @@ def check_together(config: Config) -> None:
         raise InputError(f"checkpoint_every={config.checkpoint_every} needs a folder: give checkpoint=FOLDER")
     if config.checkpoint is None and config.resume == "auto":
         raise InputError("resume=auto looks in the folder for checkpoints: give checkpoint=FOLDER")
+    _check_survival(config)
     if config.on_nan == "skip" and config.scheme in STREAMS:
         raise InputError(f"{config.scheme} updates stage by stage, and skipping an update needs all: set on_nan=stop")
     if profiled(config) and config.log is None:
         raise InputError(f"profile={config.profile} is written beside the log, and log=none: give log=FILE")
+
+
+def _check_survival(config: Config) -> None:
+    if config.survive is None:
+        for key in ("spares", "survive_scheme"):
+            if value := getattr(config, key):
+                raise InputError(f"{key}={value} is for a run that survives the death of ranks: set survive=replicas")
+        return
+    for scheme in filter(None, (config.scheme, config.survive_scheme)):
+        if scheme not in (known := [*SCHEMES, *ALIASES]):
+            raise InputError(f"unknown scheme {scheme!r}: {nearest(scheme, known)}")
+        if scheme in STREAMS:
+            raise InputError(
+                f"{scheme} updates stage by stage, so that no moment has one step's weights on all ranks: set "
+                "survive=none, or take a scheme that flushes, such as chimera"
+            )
+    if config.optimizer_sharding == "replicas":
+        raise InputError(
+            "optimizer_sharding=replicas keeps each share of the optimizer's state on one rank, with which it would "
+            "die: set optimizer_sharding=none, or survive=none"
+        )
 
 
 def schedule_of(config: Config, costs: OpCosts | None = None, done: int = 0) -> Steps:

@@ -242,6 +242,15 @@ class RunLog:
                 raise
         return log
 
+    def go_on(self, reason: str, attributes: Attributes, workers: int) -> None:
+        """End this session for a `reason` and begin another, maybe on another number of ranks."""
+        with self._failing():
+            self._burst()
+            self._end_session(reason)
+            self._workers, self._started = workers, False
+            _widen(self._file["workers"], workers)
+            self._start_session(attributes)
+
     @property
     def last_step(self) -> int:
         """The last step in the log, -1 when there is none."""
@@ -303,9 +312,7 @@ class RunLog:
             return
         try:
             with self._failing():
-                sessions = self._file["sessions"]
-                sessions[self._session, "end"] = _now().encode()
-                sessions[self._session, "reason"] = _cut(reason, 128)
+                self._end_session(reason)
                 self._burst()
                 self._file.close()
                 self._bursts.commit(self._headers, last=True)
@@ -324,6 +331,11 @@ class RunLog:
             return
         with suppress(RunFailed):  # the first failure is the one to tell
             self.close(f"{type(error).__name__}: {error}")
+
+    def _end_session(self, reason: str) -> None:
+        sessions = self._file["sessions"]
+        sessions[self._session, "end"] = _now().encode()
+        sessions[self._session, "reason"] = _cut(reason, 128)
 
     def _start_session(self, attributes: Attributes) -> None:
         sessions = self._file["sessions"]

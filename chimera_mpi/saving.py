@@ -44,6 +44,7 @@ class Saver:
         self.attached = attached
         self.world, self.patience = pipeline.grid.world, pipeline.patience
         self.newest: Path | None = None  # of those that this run has written, or goes on from in its folder
+        self.newest_step = -1
         self.saved = -1  # the step of the last save that has begun, or of the checkpoint that is gone on from
         self.seconds = 0.0  # that the longest save has taken, from its beginning to its name
         self._began_s = 0.0
@@ -52,10 +53,11 @@ class Saver:
         self._work: Future[Any] = _done({})
         self._next: Callable[[dict[int, LayerFile]], Path] | None = None  # what rank 0 does once all are through
 
-    def go_on_from(self, checkpoint: Checkpoint) -> None:
-        """What it holds need not be written again, if it is in the folder."""
-        if checkpoint.path.parent.resolve() == self.folder.resolve():
-            self.saved, self.newest = checkpoint.step, checkpoint.path
+    def go_on_from(self, path: Path, step: int) -> None:
+        """What the checkpoint at `path` holds, of so many steps, need not be written again, if it is in the folder."""
+        if path.parent.resolve() == self.folder.resolve():
+            self.saved = self.newest_step = step
+            self.newest = path
 
     def save(self, step: int, facts: Facts, wait: bool) -> None:
         """Write what the run is after `step` steps; before, `wait` for the last one, and for this one if asked."""
@@ -73,7 +75,7 @@ class Saver:
         if self._draft is None or not self._all_are_through():
             return
         if self._next is None:
-            self._draft, self.newest = None, self._work.result()
+            self._draft, self.newest, self.newest_step = None, self._work.result(), self.saved
             self.seconds = max(self.seconds, time.monotonic() - self._began_s)
             return
         everyone = self.world.gather(self._work.result())
@@ -93,6 +95,11 @@ class Saver:
     def close(self) -> None:
         """Let the thread go."""
         self._thread.shutdown(wait=False)
+
+    def abandon(self) -> None:
+        """Leave what is being written as it is, once this rank writes it no more. Not collective."""
+        self._draft = None
+        self._thread.shutdown()
 
     def _begin(self, draft: Draft) -> Future[dict[int, LayerFile]]:
         """Write what there is no room to copy at once, and the rest in the background."""

@@ -137,6 +137,12 @@ def find_limit(
     return TimeLimit(time.monotonic() + left_s, f"Slurm's end of job {job} at {end:%H:%M:%S}", save_s)
 
 
+def share_limit(limit: TimeLimit | None, bcast: Callable[[Any], Any]) -> TimeLimit | None:
+    """The limit that rank 0 has found, on all ranks: each has a clock of its own. Collective, as is `bcast`."""
+    told = bcast(limit and (limit.end_s - time.monotonic(), limit.name, limit.save_s))
+    return limit or (TimeLimit(time.monotonic() + told[0], *told[1:]) if told else None)
+
+
 def slurm_job(environ: Mapping[str, str]) -> str | None:
     """This job as squeue knows it alone: the number of an array is that of all its tasks too."""
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:

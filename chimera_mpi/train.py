@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from .runtime.staging import Direct, Staging
 from .runtime.tensors import PRECISIONS, token_specs
 from .runtime.waiting import Patience
 from .runtime.watchdog import Watchdog, awaited
-from .runtime.worker import Feed, MicroBatch, Sums, Targets
+from .runtime.worker import Feed, MicroBatch, Sums, Targets, Total
 from .saving import Saver
 from .schedule import STREAMS, Schedule
 from .stopping import AGAIN, DONE, End, Stops
@@ -48,6 +49,7 @@ from .timeline import Span, breakdown
 
 Read = Callable[[int, int], tuple[Tensors, Targets]]  # (step, number of the micro-batch) -> inputs, targets
 GO_ON, STOP, BROKE, SPOILT = range(4)  # what rank 0 has all ranks do, or all know by themselves, after a step
+ROWS = 4096  # of the last steps, which each rank of a run that survives deaths remembers
 WARMUP_STEPS = 2  # in which torch and MPI set themselves up: not counted in means of time
 
 
@@ -81,9 +83,12 @@ class Job:
 
 
 def plan_job(config: Config, ranks: int, done: int = 0) -> Job:
-    """For the steps after the first `done`. Raises InputError if `ranks` ranks cannot do what `config` asks."""
+    """For the steps after the first `done`. Raises InputError if `ranks` ranks, of which some may be spare, cannot do
+    what `config` asks."""
     plan = schedule_of(config, done=done)
-    width = width_of(ranks, config.depth)
+    if config.spares >= ranks:
+        raise InputError(f"spares={config.spares} leaves none of {ranks} ranks to work: start more, or spare fewer")
+    width = width_of(ranks - config.spares, config.depth)
     task = task_of(config)
     sizes = _sizes(config, width, plan.micro_batches)
     entering = token_specs(max(sizes), config.sequence_length, task.inputs)
@@ -162,26 +167,6 @@ class StepReport(NamedTuple):
     skipped: float
 
 
-class Total(NamedTuple):
-    """What `Sums` add up to over all ranks."""
-
-    loss: float
-    targets: float
-    square_norm: float
-
-    @property
-    def mean_loss(self) -> float:
-        return self.loss / max(self.targets, 1)
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.square_norm)
-
-    @property
-    def grad_norm(self) -> float:
-        return math.sqrt(self.square_norm)
-
-
 class Part:
     """One rank's part of a job: its pipeline, and which micro-batches of a step are those of its pipeline group."""
 
@@ -221,7 +206,7 @@ class Part:
             loss_scale=self._loss_scale() if config.precision == "fp16" else None,
             guards=self.guards,
             bucket_bytes=config.bucket_bytes,
-            shared_from_bytes=SHARED_FROM_BYTES if config.shared_sums else math.inf,
+            shared_from_bytes=SHARED_FROM_BYTES if config.shared_sums and not config.survive else math.inf,
             delivery=Delivery(
                 config.receives_ahead, config.message_limit_bytes, config.synchronous_sends, config.verify_messages
             ),
@@ -262,6 +247,28 @@ class Part:
         return Total(*whole.tolist())
 
 
+class Begun(NamedTuple):
+    """What a run goes on from: the states of layers after so many steps, by `layer(index)`, and loss scale and its age;
+    the last checkpoint, if there is one, and the steps in it."""
+
+    step: int
+    layer: Callable[[int], Mapping[str, torch.Tensor]]
+    loss_scale: tuple[float, int] | None = None
+    path: Path | None = None
+    saved: int = -1
+
+    @staticmethod
+    def at(checkpoint: Checkpoint) -> Begun:
+        step, scale = checkpoint.step, checkpoint.facts["loss_scale"]
+        return Begun(step, checkpoint.layer, scale, checkpoint.path, step)
+
+    def take_up(self, pipeline: Pipeline) -> None:
+        """Go on from it. Collective. Raises InputError on all ranks."""
+        agree(pipeline.grid.world, lambda: pipeline.take_up(self.layer))
+        if pipeline.loss_scale and self.loss_scale:
+            pipeline.loss_scale.value, pipeline.loss_scale.steps = self.loss_scale
+
+
 class Run:
     """The loop of the command line on one rank. All ranks of `comm` build it with the same job; only rank 0 has a
     log and tells."""
@@ -275,15 +282,15 @@ class Run:
         log: RunLog | None = None,
         tell: Callable[[Progress], None] = lambda progress: None,
         staging: Staging = Direct(),
-        resumed: Checkpoint | None = None,
+        resumed: Checkpoint | Begun | None = None,
         stops: Stops | None = None,
         profile: Path | None = None,
     ):
         """`stops` may end it early; its limit is rank 0's. `profile` is this rank's file, if one is wanted. Raises
-        InputError if the layers of the checkpoint to go on from, `resumed`, are others than the job's."""
+        InputError if the layers to go on from, `resumed`, are others than the job's."""
         self.job, self.log, self.tell, self.stops = job, log, tell, stops or Stops()
         config = job.config
-        self.grid = Grid(comm, config.depth)
+        self.grid = Grid(comm, config.depth, survives=bool(config.survive))
         self.clock = aligned_clock(self.grid.world, patience_of(self.grid, config))
         self.part = Part(self.grid, job, self._entering, self.clock, staging, guards=True)
         self.pipeline = self.part.pipeline
@@ -293,15 +300,17 @@ class Run:
         # A backward does twice a forward's arithmetic.
         self.flops = 3 * sum(self.pipeline.traces[0].flops) / job.sizes[self.part.first] * sum(job.sizes)
         self.identity = identity_of(job, corpus)
-        self.first = 0
+        self.first, self._began_s = 0, math.nan
+        self.makes_up = isinstance(resumed, Begun)
         self.tokenizer = corpus.tokenizer
         self.saver = self._saver()
         if resumed:
-            self._resume(resumed)
+            self._resume(Begun.at(resumed) if isinstance(resumed, Checkpoint) else resumed)
         self.here = self.pipeline.worker.here
         self.herald = Herald(self.grid.world, self.part.patience)
         self.recorder = self._recorder(profile, staging) if profile else None
         self.watchdog = self._watchdog()
+        self.rows: deque[StepRow] = deque(maxlen=ROWS)  # also on ranks that have no log, should they have to write one
         self._noted: list[float] = []  # rank 0: the signals of all ranks
         self._reason = self._remark = ""
         self._broken = self._skipped = 0
@@ -314,6 +323,7 @@ class Run:
         failed, and on all ranks RunFailed."""
         config = self.job.config
         with self.watchdog or nullcontext():
+            self._make_up()
             self._gather([])
             self._send_word()
             if word := self.herald.heard():
@@ -344,15 +354,25 @@ class Run:
         with self.here.excused("a checkpoint"):
             if self.log is not None:  # a checkpoint is never ahead of the log
                 self.log.flush(sync=True)
-            self.saver.save(next_step, self._facts(next_step) if self.grid.world.rank == 0 else {}, wait)
+            self.saver.save(next_step, self.facts(next_step) if self.grid.world.rank == 0 else {}, wait)
 
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        agree(self.grid.world, lambda: self.pipeline.take_up(checkpoint.layer))
-        self.first, scale = checkpoint.step, self.pipeline.loss_scale
-        if scale and checkpoint.facts["loss_scale"]:
-            scale.value, scale.steps = checkpoint.facts["loss_scale"]
-        if self.saver:
-            self.saver.go_on_from(checkpoint)
+    def _make_up(self) -> None:
+        """Do what was due after the last step, if that was interrupted. What is done or logged already stays."""
+        before, config = range(self.first - 1, self.first), self.job.config
+        if not self.makes_up or not self.first:
+            return
+        if _is_due(before, config.eval_every, config.steps):
+            evaluation = self.evaluate(self.first - 1)
+            if self.log is not None:
+                self.log.evaluation(self.first - 1, *evaluation)
+        if config.checkpoint_every and self.first % config.checkpoint_every == 0:
+            self.save(self.first, wait=False)
+
+    def _resume(self, begun: Begun) -> None:
+        begun.take_up(self.pipeline)
+        self.first = begun.step
+        if self.saver and begun.path:
+            self.saver.go_on_from(begun.path, begun.saved)
 
     def _saver(self) -> Saver | None:
         config = self.job.config
@@ -361,7 +381,7 @@ class Run:
         attached = self.tokenizer.files if self.tokenizer else {}
         return Saver(self.pipeline, config.checkpoint, config.checkpoint_keep, attached=attached)
 
-    def _facts(self, next_step: int) -> dict[str, Any]:
+    def facts(self, next_step: int) -> dict[str, Any]:
         """What a checkpoint says beside the layers."""
         scale = self.pipeline.loss_scale
         return {
@@ -388,15 +408,54 @@ class Run:
         self.pipeline.close()
         self.grid.close()
 
+    @property
+    def done(self) -> int:
+        """The steps whose updates are in the weights. One that is called off, to stop at it, is none."""
+        judged = self.pipeline.worker.judged
+        if judged is None:
+            return self.first
+        is_called_off = self.pipeline.broke and self.job.config.on_nan == "stop"
+        return judged.step + (not is_called_off)
+
+    def last_rows(self) -> list[StepRow]:
+        """Of the last steps that are done, as the log has them, without bubbles: all ranks know them."""
+        self._remember()
+        return list(self.rows)
+
+    def _remember(self) -> None:
+        """Note the row of the last step that is done, once."""
+        worker = self.pipeline.worker
+        judged, before = worker.judged, self.rows[-1].step if self.rows else -1
+        if judged and before < judged.step < self.done:
+            skips = worker.norm is not None and worker.norm.skips
+            self.rows.append(self._row(judged.step, judged.total, self.clock() - self._began_s, skips))
+
+    def abandon(self) -> None:
+        """A rank has died: let nobody wait for this one, and await nobody any more. What this rank holds of the layers
+        is as it was after `done` steps. Not collective."""
+        self.grid.revoke()
+        if self.recorder:
+            self.recorder.abandon()
+        if self.watchdog:
+            self.watchdog.stop()
+        if self.saver:
+            self.saver.abandon()
+        self.herald.abandon()
+        self.pipeline.abandon()
+        if self.grid.bell:
+            self.grid.bell.close()
+
     def _advance(self, steps: range) -> int:
         """Carry out the schedule once, evaluate when it is time, log and tell. BROKE where a loss or gradients were not
         finite and the weights are as they were, SPOILT where they are not."""
         config = self.job.config
-        started = self.clock()
+        started = self._began_s = self.clock()
         spans, sums = self.pipeline.run(self.part.feed(self.read, steps[0]), steps[0], self.learning_rate)
         seconds = (self.clock() - started) / len(steps)
         if self.pipeline.broke and not self._bear(steps[0]):
             return BROKE
+        if config.survive:
+            self._remember()
         if self.watchdog:
             self.watchdog.measured(seconds * len(steps))
         rows = _step_reports(spans, sums, started, peak_held_bytes(self.part.staging.device))
@@ -472,7 +531,8 @@ class Run:
         if asked is None:
             return None
         waits_for = partial(awaited, self.job.plan.schedule, self.grid)
-        return Watchdog(self.grid, self.here, waits_for, None if asked == "auto" else asked)
+        limit_s = None if asked == "auto" else asked
+        return Watchdog(self.grid, self.here, waits_for, limit_s, lets_leave=bool(self.job.config.survive))
 
     def _recorder(self, path: Path, staging: Staging) -> Recorder:
         return Recorder(self.grid.world, self.pipeline.worker, profiled(self.job.config), path, staging.device)
@@ -492,30 +552,34 @@ class Run:
     ) -> None:
         by_column = dict(zip(StepReport._fields, table.T, strict=True))
         total = Total(*(float(by_column[name].sum()) for name in Total._fields))
-        samples, skipped = sum(self.job.sizes), int(by_column["skipped"].max())
+        skipped = int(by_column["skipped"].max())
         self._skipped += skipped
+        row = self._row(step, total, seconds, skipped > 0)
         if self.log is not None:
-            row = StepRow(
-                step=step,
-                loss=total.mean_loss,
-                grad_norm=total.grad_norm,
-                learning_rate=self.learning_rate(step),
-                seconds=seconds,
-                samples=samples,
-                tokens=samples * self.job.config.sequence_length,
-                flops=self.flops,
-                bubble_ratio=1 - by_column["compute_s"].mean() / seconds,
-                warmup=step < self.first + WARMUP_STEPS,
-                skipped=skipped > 0,
-            )
-            self.log.step(row, table[:, len(total) : -1])
+            bubble_ratio = 1 - by_column["compute_s"].mean() / seconds
+            self.log.step(row._replace(bubble_ratio=bubble_ratio), table[:, len(total) : -1])
             if evaluation:
                 self.log.evaluation(step, *evaluation)
         validation_loss = evaluation[0] if evaluation else None
-        steps, per_s = self.job.config.steps, samples / seconds
-        figures = (total.mean_loss, total.grad_norm, seconds, per_s, validation_loss)
-        self.tell(Progress(step, steps, *figures, self._skipped, self._remark))
+        figures = (row.loss, row.grad_norm, seconds, row.samples / seconds, validation_loss)
+        self.tell(Progress(step, self.job.config.steps, *figures, self._skipped, self._remark))
         self._remark = ""
+
+    def _row(self, step: int, total: Total, seconds: float, skipped: bool) -> StepRow:
+        samples = sum(self.job.sizes)
+        return StepRow(
+            step=step,
+            loss=total.mean_loss,
+            grad_norm=total.grad_norm,
+            learning_rate=self.learning_rate(step),
+            seconds=seconds,
+            samples=samples,
+            tokens=samples * self.job.config.sequence_length,
+            flops=self.flops,
+            bubble_ratio=math.nan,
+            warmup=step < self.first + WARMUP_STEPS,
+            skipped=skipped,
+        )
 
     def _where_spoilt(self, steps: range, by_step: NDArray[np.float64]) -> str:
         """The first step and place of numbers that are none, where nothing keeps the weights from them."""
@@ -582,7 +646,11 @@ def check_resumed(checkpoint: Checkpoint, job: Job, corpus: Corpus) -> None:
     if checkpoint.weights_only:
         here = {key: here[key] for key in ("model", *OF_OUR_MODELS) if key in here}
     check_same(str(checkpoint.path), checkpoint.facts["identity"], here)
-    model = job.task.model
+    check_layers(checkpoint, job.task.model)
+
+
+def check_layers(checkpoint: Checkpoint, model: Model) -> None:
+    """Raises InputError if it is of a model of other layers."""
     if len(checkpoint.files) != len(model.layers):
         raise InputError(f"{checkpoint.path} is of a model of {len(checkpoint.files)} layers, not {len(model.layers)}")
     for index in range(len(model.layers)):
@@ -666,7 +734,7 @@ def _tensors(arrays: Any) -> Targets:
 
 
 def patience_of(grid: Grid, config: Config) -> Patience:
-    return grid.node.patience if config.spin_s is None else Patience(config.spin_s)
+    return grid.patience if config.spin_s is None else replace(grid.patience, spin_s=config.spin_s)
 
 
 def wants_thread(grid: Grid, config: Config) -> bool:

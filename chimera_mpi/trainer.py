@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .checkpoint import Checkpoint
 from .config import Config, Steps, checked, schedule_of
 from .data import even_sizes
 from .errors import InputError, refusing
@@ -24,9 +27,21 @@ from .runtime.mailbox import Spec, Tensors
 from .runtime.optimizer import LearningRate
 from .runtime.stage import trace
 from .runtime.worker import Targets
+from .saving import Saver, find
 from .schedule import STREAMS, width_of
 from .tasks import Task
-from .train import PRECISIONS, Part, check_loss, job_of, learning_rate_of, measured, patience_of
+from .train import (
+    PRECISIONS,
+    Begun,
+    Part,
+    check_layers,
+    check_loss,
+    check_same,
+    job_of,
+    learning_rate_of,
+    measured,
+    patience_of,
+)
 
 T = TypeVar("T")
 
@@ -99,6 +114,7 @@ class Trainer:
         take_values_of_root(self.grid.world, self._patience, weights.values(), self.config.message_limit_bytes)
         self.steps_done = 0
         self._part: Part | None = None
+        self._begun: Checkpoint | None = None
         self._tried: set[str] = set()  # the shapes that model and loss take
         self._expected = ""  # those of the last mini-batch
         self._closed = False
@@ -132,6 +148,7 @@ class Trainer:
         """On rank 0 the weights and buffers of the whole model, as nn.Sequential(*layers).load_state_dict wants them,
         in the dtype of `precision`; None on the others."""
         self._meet(lambda: ("state_dict", None))
+        layers: Sequence[Mapping[str, Tensor]] | None
         layers = self._initial_layers() if self._part is None else self._part.pipeline.layers()
         if layers is None:
             return None
@@ -140,6 +157,42 @@ class Trainer:
             for prefix, layer in zip(self._names, layers, strict=True)
             for name, tensor in layer.items()
         }
+
+    def save(self, folder: str | Path, keep: int = 2) -> Path:
+        """Write a checkpoint of what the steps so far have made, weights and the optimizer's state, which `load` goes
+        on from under any scheme and on any number of ranks. It is written beside and renamed to the path that is
+        returned, `folder`/step-NNNNNNNN; the last `keep` there stay.
+
+        Raises InputError before the first step, and RunFailed on all ranks if it cannot be written.
+        """
+        self._meet(lambda: (f"save {folder}, keep {keep}", None))
+        if self._part is None:
+            raise InputError("there is nothing to save before the first step(): call it first")
+        pipeline, config = self._part.pipeline, self.config
+        scale = pipeline.loss_scale
+        facts = {
+            "identity": {"optimizer": config.optimizer},
+            "config": config.model_dump(mode="json"),
+            "loss_scale": (scale.value, scale.steps) if scale else None,
+            "versions": {"chimera-mpi": version("chimera-mpi"), "torch": torch.__version__},
+        }
+        saver = Saver(pipeline, Path(folder), keep)
+        try:
+            saver.save(self.steps_done, facts, wait=True)
+        finally:
+            saver.close()
+        return Path(self.grid.world.bcast(saver.newest))
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint of the same layers and optimizer, or from the last whole one of a folder.
+        `steps_done` is then that of the checkpoint. Raises InputError."""
+        self._meet(lambda: (f"load {path}", None))
+        checkpoint = find(self.grid.world, str(path), None).checkpoint
+        assert checkpoint is not None
+        agree(self.grid.world, lambda: self._check(checkpoint))
+        self._begun, self.steps_done = checkpoint, checkpoint.step
+        if self._part:
+            Begun.at(checkpoint).take_up(self._part.pipeline)
 
     def close(self) -> None:
         """Free the communicators; so does the end of a `with`, unless it is an exception, which others may not have."""
@@ -183,6 +236,8 @@ class Trainer:
             job = job_of(self.config, self.grid.width, self._plan, Task(self.model), batch.sizes, entering)
             job = measured(self.grid.world, self._patience, job, batch.read, self._staging)
             self._part = Part(self.grid, job, batch.entering, staging=self._staging)
+            if self._begun:
+                Begun.at(self._begun).take_up(self._part.pipeline)
         elif shapes != self._expected:
             self._part.expect(batch.sizes, batch.entering)
         self._expected = shapes
@@ -206,10 +261,17 @@ class Trainer:
             with refusing(f"the loss does not take outputs {_told(outputs)} and {batch}"):
                 check_loss(self.model, outputs, targets)
 
-    def _initial_layers(self) -> list[dict[str, Tensor]] | None:
+    def _check(self, checkpoint: Checkpoint) -> None:
+        if not checkpoint.weights_only:
+            check_same(str(checkpoint.path), checkpoint.facts["identity"], {"optimizer": self.config.optimizer})
+        check_layers(checkpoint, self.model)
+
+    def _initial_layers(self) -> Sequence[Mapping[str, Tensor]] | None:
         if self.grid.world.rank:
             return None
         indices = range(len(self.model.layers))
+        if self._begun:
+            return [self._begun.weights(index) for index in indices]
         return [make_layer(self.model, index, self.config.seed, self.dtype).state_dict() for index in indices]
 
 

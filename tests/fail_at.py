@@ -1,7 +1,8 @@
 """Run `chimera-mpi` with a fault in it: fail_at.py PHASE[:FAULT[:CALL]] RANK ARGUMENTS.
 
 In the given phase, at its first CALL or a later one, one rank raises, or does what FAULT says. The phase `clock` comes
-CALL ms after the start.
+CALL ms after the start, `run` so long after the first step has begun. Several faults, and as many ranks, are joined by
+plus signs.
 """
 
 import ctypes
@@ -14,9 +15,9 @@ import time
 import torch
 from mpi4py import MPI
 
-from chimera_mpi import checkpoint, config, data, report, runlog, train
+from chimera_mpi import checkpoint, config, data, report, runlog, survival, train
 from chimera_mpi.cli import main
-from chimera_mpi.runtime import gradients, pipeline, stage
+from chimera_mpi.runtime import gradients, norm, pipeline, stage
 
 PHASES = {
     "config": (config, "load"),
@@ -26,6 +27,7 @@ PHASES = {
     "forward": (stage.Stage, "forward"),
     "backward": (torch.autograd, "backward"),
     "reduce": (gradients.Gradients, "_start"),
+    "judge": (norm.GlobalNorm, "heed"),
     "update": (torch.optim.AdamW, "step"),
     "evaluate": (train.Run, "evaluate"),
     "log": (runlog.RunLog, "step"),
@@ -34,6 +36,8 @@ PHASES = {
     "commit": (checkpoint.Draft, "commit"),
     "report": (report, "summary"),
     "close": (train.Run, "close"),
+    "recover": (survival.Survival, "_go_on"),
+    "hand_over": (survival.Survival, "_begin"),
 }
 
 
@@ -113,12 +117,30 @@ def faulty(original, fault, at_call):
     return phase
 
 
-if __name__ == "__main__":
-    what, rank, *arguments = sys.argv[1:]
+def soon(original, fault, ms):
+    """A phase that goes on as ever, and is followed by a fault so much later."""
+
+    def phase(*arguments, **named):
+        threading.Timer(ms / 1e3, INSTEAD[fault]).start()
+        return original(*arguments, **named)
+
+    return phase
+
+
+def put_in(what):
     name, fault, call = (what.split(":") + ["raise", "1"][what.count(":") :])[:3]
-    if MPI.COMM_WORLD.rank == int(rank) and name == "clock":
+    if name == "clock":
         threading.Timer(int(call) / 1e3, INSTEAD[fault]).start()
-    elif MPI.COMM_WORLD.rank == int(rank):
+    elif name == "run":
+        train.Run.run = soon(train.Run.run, fault, int(call))
+    else:
         place, attribute = PHASES[name]
         setattr(place, attribute, faulty(getattr(place, attribute), fault, int(call)))
+
+
+if __name__ == "__main__":
+    faults, ranks, *arguments = sys.argv[1:]
+    for what, rank in zip(faults.split("+"), ranks.split("+"), strict=True):
+        if MPI.COMM_WORLD.rank == int(rank):
+            put_in(what)
     sys.exit(main(arguments))

@@ -23,6 +23,7 @@ FLOORS = [
     {"saving", "sampled"},
     {"train", "report", "watch", "work"},
     {"prediction"},
+    {"survival"},
     {"commands", "trainer"},
     {"cli"},
     {"__main__", "__init__"},

@@ -132,6 +132,66 @@ def test_two_replicas_equal_one_process(comm, scheme):
     check_equal(comm, scheme=scheme, depth=2, micro_batches=4)
 
 
+@pytest.fixture
+def shared_folder(comm, tmp_path):
+    """One for all ranks."""
+    return comm and comm.bcast(tmp_path)
+
+
+@pytest.mark.mpi(4)
+@pytest.mark.parametrize("sharding", ["none", "replicas"])
+def test_stopped_and_loaded_it_goes_on_to_the_bit(comm, shared_folder, sharding):
+    keys = {"scheme": "chimera", "depth": 2, "micro_batches": 4, "optimizer_sharding": sharding}
+    with trainer(comm, **keys) as straight:
+        wanted = [straight.step(*mini_batch(step)) for step in range(4)][2:]
+        state = straight.state_dict()
+    with trainer(comm, **keys) as first:
+        for step in range(2):
+            first.step(*mini_batch(step))
+        path = first.save(shared_folder)
+        assert path == shared_folder / "step-00000002"
+    with trainer(comm, build(seed=7), **keys) as second:
+        second.load(shared_folder)
+        assert second.steps_done == 2
+        assert [second.step(*mini_batch(step)) for step in (2, 3)] == wanted
+        found = second.state_dict()
+    if comm.rank == 0:
+        assert all(found[name].equal(state[name]) for name in state)
+
+
+@pytest.mark.mpi(4)
+def test_loaded_in_another_layout_it_goes_on_within_rounding(comm, shared_folder):
+    with trainer(comm, scheme="zb_v", depth=4, micro_batches=4) as first:
+        first.step(*mini_batch(0))
+        path = first.save(shared_folder / "runs")
+        wanted, state = first.step(*mini_batch(1)), first.state_dict()
+    with trainer(comm, build(seed=7), scheme="chimera", depth=2, micro_batches=2) as second:
+        second.load(path)
+        before = second.state_dict()
+        np.testing.assert_allclose(second.step(*mini_batch(1)), wanted, rtol=1e-11)
+        second.load(path)  # back again
+        np.testing.assert_allclose(second.step(*mini_batch(1)), wanted, rtol=1e-11)
+        found = second.state_dict()
+    if comm.rank == 0:
+        assert set(before) == set(state)
+        for name in state:
+            torch.testing.assert_close(found[name], state[name], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.mpi(2)
+def test_what_cannot_be_saved_or_loaded_is_refused(comm, shared_folder):
+    with trainer(comm, depth=2, micro_batches=2) as training:
+        assert "nothing to save before the first step" in refusal(lambda: training.save(shared_folder))
+        assert "there is no checkpoint" in refusal(lambda: training.load(shared_folder / "none"))
+        training.step(*mini_batch(0))
+        path = training.save(shared_folder, keep=1)
+        assert "make the same calls on all ranks" in refusal(lambda: training.load(f"{path}{comm.rank}"))
+    with trainer(comm, depth=2, micro_batches=2, optimizer="sgd") as other:
+        assert "optimizer=adamw, not sgd" in refusal(lambda: other.load(path))
+    with trainer(comm, build()[:6] + build()[9:], depth=2, micro_batches=2) as shorter:
+        assert f"{path} is of a model of 10 layers, not 7" in refusal(lambda: shorter.load(path))
+
+
 @pytest.mark.mpi(4)
 @pytest.mark.parametrize(
     "keys",

@@ -541,6 +541,26 @@ def test_resumed_steps_are_there_once_and_old_rows_untouched(path, timeline):
     assert run.attributes["slurm_job_id"] == 17
 
 
+def test_a_session_may_follow_another_in_the_same_process(tmp_path):
+    """As when ranks have died and the others go on, fewer or, with some that stood by, more."""
+    path = tmp_path / "run.h5"
+    with RunLog.create(path, ATTRIBUTES, 2, NEVER) as log:
+        write(log, 0, 2)
+        log.go_on("rank 1 died", {"death": "rank 1 died"}, 1)
+        write(log, 2, 4, ranks=1)
+        log.go_on("rank 0 died", {}, 3)
+        log.step(row(5), workers(5, 3))
+    run = read_run(path)
+    assert [(s.reason, s.first_step, s.ranks) for s in run.sessions] == [
+        ("rank 1 died", 0, 2), ("rank 0 died", 2, 1), ("done", 5, 3),
+    ]  # fmt: skip
+    assert run.sessions[1].attributes == {"death": "rank 1 died"}
+    assert run.steps["session"].tolist() == [0, 0, 0, 1, 1, 2]
+    assert np.isnan(run.workers["wait_s"]).tolist() == [[False, False, True]] * 3 + [[False, True, True]] * 2 + [
+        [False] * 3
+    ]
+
+
 def test_a_run_resumed_on_more_and_on_fewer_ranks(path):
     for ranks, last in ((2, 3), (5, 7), (1, 9)):
         opened = RunLog.append(path, {}, ranks) if path.exists() else RunLog.create(path, {}, ranks)

@@ -111,7 +111,7 @@ def test_it_learns_what_is_long(comm, hurried, monkeypatch):
     for pass_s in (1.0, 2.0, 0.5):
         dog.measured(pass_s)
         limits.append(dog.limit_s)
-    assert limits == [None, 2.0 * watchdog.TIMES, 2.0 * watchdog.TIMES]
+    assert limits == [watchdog.AT_FIRST_S, 2.0 * watchdog.TIMES, 2.0 * watchdog.TIMES]
     time.sleep(0.3)  # between two steps
     assert not texts
     dog.close()
@@ -160,4 +160,5 @@ def test_a_rank_that_vanishes_ends_the_job(folder):
     careless = ("-disable-auto-cleanup",) if len(launch.mpiexec()) == 1 else ()
     done = train(folder, "backward:vanish:3", 1, launcher=careless)
     assert done.returncode not in (0, 75, 124), done.stderr
-    assert "rank 1 has left before the end" in done.stderr
+    told = ("rank 1 has left before the end", "mpi4py.MPI.Exception")  # MPICH may find out first
+    assert any(words in done.stderr for words in told), done.stderr

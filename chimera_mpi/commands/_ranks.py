@@ -57,18 +57,19 @@ def ending_together(world: Any) -> Iterator[None]:
         raise
     except RunFailed as error:
         if not error.on_all and world.size > 1:
-            _end(world, 1, f"chimera-mpi: {error}")
+            end_all(world, 1, f"chimera-mpi: {error}")
         raise
     except KeyboardInterrupt:
-        _end(world, 130, "interrupted" if world.rank == 0 else "")
+        end_all(world, 130, "interrupted" if world.rank == 0 else "")
         raise
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
-        _end(world, 1, "\n".join(f"rank {world.rank}: {line}" for line in text.splitlines()))
+        end_all(world, 1, "\n".join(f"rank {world.rank}: {line}" for line in text.splitlines()))
         raise
 
 
-def _end(world: Any, code: int, text: str) -> None:
+def end_all(world: Any, code: int, text: str) -> None:
+    """End all ranks, once `text` is told."""
     sys.stdout.flush()
     if text:
         print(text, file=sys.stderr, flush=True)

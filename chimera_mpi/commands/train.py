@@ -5,21 +5,22 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ..errors import InputError, RunFailed
 from ..host import keep_freed_memory
 from ..predict import weight_versions
-from ..stopping import AGAIN, Signals, Stops, find_limit, save_seconds
+from ..stopping import AGAIN, End, Signals, Stops, find_limit, save_seconds, share_limit
 from ._devices import find_staging
-from ._ranks import ending_together, library_name, refuse_singletons, set_threads
+from ._ranks import end_all, ending_together, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint, Choice
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     from ..runlog import RunLog
     from ..runtime.grid import Node
     from ..runtime.staging import Staging
-    from ..stopping import End
-    from ..train import Job, Progress, Run
+    from ..survival import Recovery
+    from ..train import Begun, Job, Progress, Run
 
 T = TypeVar("T")
+HANG_S = 300.0  # that ranks may take to find out who lives, where watchdog_s says nothing
 
 EXAMPLE = """\
   mpirun -n 4 chimera-mpi train gpt-tiny scheme=chimera depth=4 steps=60
@@ -72,12 +74,34 @@ def run(args: argparse.Namespace) -> int:
                 return 1
 
 
+@contextmanager
+def _before_the_first_step(world: Any) -> Iterator[None]:
+    """Tell in a line that a rank has died before others can survive it, and end all."""
+    from mpi4py import MPI
+
+    try:
+        yield
+    except MPI.Exception as error:
+        if error.Get_error_class() not in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
+            raise
+        end_all(world, 1, "chimera-mpi: a rank has died before the first step: start the job again")
+
+
 def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: float) -> int:
-    from ..prediction import predict
     from ..runtime.agreement import agree
-    from ..train import Run
+    from ..runtime.crew import why_not
 
     config = agree(world, lambda: _configuration(args))
+    if not config.survive:
+        return _carry_out(world, config, signals, began_s)
+    agree(world, lambda: _refuse(why_not(library_name(), os.environ)))
+    with _before_the_first_step(world):
+        return _carry_out(world, config, signals, began_s)
+
+
+def _carry_out(world: Any, config: Config, signals: Signals, began_s: float) -> int:
+    from ..runtime.agreement import agree
+
     asked = _find_asked(world, config)
     if asked.resumed and asked.resumed.step == config.steps:
         if world.rank == 0:
@@ -85,30 +109,50 @@ def _train(world: Any, args: argparse.Namespace, signals: Signals, began_s: floa
         return 0
     facts = _facts(world, _settle(config, asked.node), asked)
     job = _fitted(world, asked)
-    on_rank_0 = partial(_on_rank_0, world)
-    limit = agree(world, on_rank_0(lambda: find_limit(config.time_limit, began_s, os.environ, _save_s(job))))
-    prediction = agree(world, on_rank_0(lambda: predict(job, asked.staging.device.type, asked.machine)))
+    limit = agree(world, _on_rank_0(world, lambda: find_limit(config.time_limit, began_s, os.environ, _save_s(job))))
+    stops = Stops(signals, share_limit(limit, world.bcast) if config.survive else limit)
     with ExitStack() as stack:
-        if config.checkpoint:
-            agree(world, on_rank_0(lambda: stack.enter_context(_own_folder(config, asked.choice))))
-        log = agree(world, on_rank_0(lambda: _open_log(job, asked, world.size, facts, prediction)))
-        profile = _own_profile(world, config, log)
-        tell = _Teller() if world.rank == 0 else _tell_nobody
-        stops = Stops(signals, limit)
-        run = Run(world, job, asked.corpus, asked.validation, log, tell, asked.staging, asked.resumed, stops, profile)
-        if world.rank == 0:
-            opening = _opening(run, facts["threads"], asked.devices)
-            print(*_resuming(asked, config), opening, *filter(None, [prediction]), sep="\n", flush=True)
-        with log or nullcontext():
-            if log and prediction and prediction.spans:
-                log.plan(prediction.spans)
-            end = run.run()
-            if log is not None:
-                log.close(end.reason)
+        desk = _Desk(asked, facts, stops, stack)
+        if config.survive:
+            _survive(world, job, asked, desk)
+        run = desk.begin(world, job, asked.resumed)
+        end = run.run()
+        desk.close(end)
         run.close()
     if world.rank == 0:
         _tell_end(run, end)
     return end.code
+
+
+def _survive(world: Any, job: Job, asked: _Asked, desk: _Desk) -> NoReturn:
+    """Carry out a job that outlives ranks, and end this process. Collective."""
+    from ..runtime.agreement import agree
+    from ..runtime.crew import Crew
+    from ..survival import Survival, check_survivable
+
+    agree(world, lambda: check_survivable(job))
+    limit_s = job.config.watchdog_s if isinstance(job.config.watchdog_s, float) else HANG_S
+    crew = Crew(world, asked.node.patience, limit_s)
+    machine_bytes = world.bcast(asked.machine.memory_bytes if asked.machine else math.inf)
+    room_bytes = partial(_room_bytes, asked, machine_bytes)
+    device = asked.staging.device.type
+    survival = Survival(crew, job, desk.begin, desk.note, asked.resumed, room_bytes, device)
+    try:
+        end = survival.until_the_end()
+    except RunFailed as error:
+        if crew.is_whole:
+            raise
+        end = End(str(error), 1)
+    desk.close(end)
+    if survival.speaks:
+        try:
+            _tell_end(survival.run, end)
+        except InputError as error:  # of a summary; the end is what it is
+            print(f"chimera-mpi: {error}", file=sys.stderr, flush=True)
+    # All ranks are done with MPI, but where one has died, be it just now, MPI may never be through with its own end.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(end.code)
 
 
 def _configuration(args: argparse.Namespace) -> Config:
@@ -184,15 +228,28 @@ def _fitted(world: Any, asked: _Asked) -> Job:
     return measured(world, asked.node.patience, asked.job, read, asked.staging, asked.resumed)
 
 
-def _tell_end(run: Run, end: End) -> None:
+def _refuse(why: str) -> None:
+    if why:
+        raise InputError(why)
+
+
+def _room_bytes(asked: _Asked, machine_bytes: float) -> float:
+    """What this rank may take beside what it has."""
+    from ..runtime.device import free_bytes
+
+    return min(machine_bytes, free_bytes(asked.staging.device, asked.node.ranks))
+
+
+def _tell_end(run: Run | None, end: End) -> None:
     """What there is of the run, and why it ended early."""
     from .. import report
     from ..runlog import read_run
 
-    lines = ["", *report.summary(read_run(run.log.path)), f"log         {run.log.path}"] if run.log else []
-    if run.saver and run.saver.newest:
+    log = run.log if run else None
+    lines = ["", *report.summary(read_run(log.path)), f"log         {log.path}"] if log else []
+    if run and run.saver and run.saver.newest:
         lines.append(f"checkpoint  {run.saver.newest}")
-    lines += [f"profile     {words}" for words in (run.recorder.told if run.recorder else ())]
+    lines += [f"profile     {words}" for words in (run.recorder.told if run and run.recorder else ())]
     if lines:
         print("\n".join(lines), flush=True)
     if end.code:
@@ -224,53 +281,140 @@ def _prepare_default(path: Path) -> None:
         print(describe(prepare(path)), flush=True)
 
 
-def _own_folder(config: Config, choice: Choice) -> AbstractContextManager[None]:
-    """The folder for checkpoints, for this run alone. Raises InputError if another's are in it."""
-    from ..checkpoint import found_in, taken
-    from ..runlog import locks_wanted
+class _Desk:
+    """What the first rank of a run does beside its part: it has the folder for checkpoints and the log to itself, and
+    tells the user. Each rank has one, should it become the first."""
 
-    assert config.checkpoint is not None
-    there, begins = found_in(config.checkpoint), choice.checkpoint
-    if there and (begins is None or begins.path.parent.resolve() != config.checkpoint.resolve()):
+    def __init__(self, asked: _Asked, facts: dict[str, Any], stops: Stops, stack: ExitStack):
+        """`stack` closes what is opened."""
+        self.asked, self.facts, self.stops, self.stack = asked, facts, stops, stack
+        self.log: RunLog | None = None
+        self._path: Path | None = None  # of the log, which all know that were in a run
+        self._has_folder = False
+        self._tell = _Teller()
+
+    def begin(self, comm: Any, job: Job, begun: Checkpoint | Begun | None, recovery: Recovery | None = None) -> Run:
+        """A run over `comm`, which may go on after a `recovery`. Collective. Raises InputError on all ranks."""
+        from ..prediction import predict
+        from ..runtime.agreement import agree
+        from ..train import Run
+
+        asked, on_first = self.asked, partial(_on_rank_0, comm)
+        prediction = agree(comm, on_first(lambda: predict(job, asked.staging.device.type, asked.machine)))
+        if job.config.checkpoint:
+            agree(comm, on_first(lambda: self._take_folder(job.config, anew=recovery is None)))
+        if recovery is None:
+            agree(comm, on_first(lambda: self._open_log(job, comm.size, prediction)))
+        tell = self._tell if comm.rank == 0 else _tell_nobody
+        profile = None if recovery else _own_profile(comm, job.config, self.log)
+        run = Run(comm, job, asked.corpus, asked.validation, self.log, tell, asked.staging, begun, self.stops, profile)
+        if recovery:
+            self._path = next(filter(None, comm.allgather(self._path)), None)
+            agree(comm, on_first(lambda: self.note(job, recovery, prediction)))
+            run.log = self.log
+        elif job.config.survive:
+            self._path = comm.bcast(self.log.path if self.log else None)
+        if comm.rank == 0:
+            self._announce(run, prediction, recovery)
+        return run
+
+    def close(self, end: End) -> None:
+        if self.log is not None:
+            self.log.close(end.reason)
+        self.stack.close()
+
+    def _take_folder(self, config: Config, anew: bool) -> None:
+        """Have the folder for checkpoints to oneself, without what others have left unfinished in it."""
+        from ..checkpoint import clear, taken
+        from ..runlog import locks_wanted
+
+        assert config.checkpoint is not None
+        if self._has_folder:
+            clear(config.checkpoint)
+            return
+        if anew:
+            _refuse_folder(config.checkpoint, self.asked.choice)
+        self.stack.enter_context(taken(config.checkpoint, locks_wanted(os.environ)))
+        self._has_folder = True
+
+    def _open_log(self, job: Job, ranks: int, prediction: Prediction | None) -> None:
+        """A new one; or that of the run that is resumed. Raises InputError."""
+        from ..runlog import RunLog, locks_wanted
+
+        config, resumed = job.config, self.asked.resumed
+        if config.log is None:
+            return
+        attributes, locking = self._attributes(job, ranks, prediction), locks_wanted(os.environ)
+        path = None if config.log == "auto" else Path(config.log)
+        before = resumed.facts["log"] if resumed and config.log == config.resume == "auto" else None
+        there = Path(before) if before else path
+        if there and config.resume and there.exists():
+            _check_log(there, job, self.asked.validation.sha256, resumed.step if resumed else 0)
+            log = RunLog.append(there, attributes, ranks, locking=locking)
+        else:
+            create = partial(RunLog.create, attributes=attributes, workers=ranks, locking=locking)
+            log = create(path) if path else _created_anywhere(create, config.scheme)
+        self._keep(log, prediction)
+
+    def note(self, job: Job, recovery: Recovery, prediction: Prediction | None = None) -> None:
+        """Begin another session of the log, also where its writer died, with rows that it lacks. Raises InputError."""
+        import numpy as np
+
+        from ..runlog import WORKERS, RunLog, locks_wanted
+
+        ranks = job.width * job.config.depth
+        attributes = {**self._attributes(job, ranks, prediction), **recovery.attributes}
+        if self.log is not None:
+            self.log.go_on(recovery.told, attributes, ranks)
+        elif self._path is not None:
+            self._keep(RunLog.append(self._path, attributes, ranks, locking=locks_wanted(os.environ)), prediction)
+        if self.log is not None:
+            for row in recovery.rows:
+                self.log.step(row, np.full((ranks, len(WORKERS)), np.nan))
+            self.log.flush()
+
+    def _keep(self, log: RunLog, prediction: Prediction | None) -> None:
+        self.log = self.stack.enter_context(log)
+        if prediction and prediction.spans:
+            log.plan(prediction.spans)
+
+    def _attributes(self, job: Job, ranks: int, prediction: Prediction | None) -> dict[str, Any]:
+        from ..models import parameter_count
+
+        return {
+            "config": job.config.model_dump_json(),
+            "width": job.width,
+            "ranks": ranks,
+            "mini_batch_size": sum(job.sizes),
+            "parameters": parameter_count(job.task.model),
+            "partition": json.dumps([cut.start for cut in job.cuts[1:]]),
+            "stage_costs": json.dumps(job.costs),
+            "unigram_entropy_nats": self.asked.validation.unigram_entropy_nats,
+            "validation_sha256": self.asked.validation.sha256,
+            **self.facts,
+            **(prediction.attributes if prediction else {}),
+        }
+
+    def _announce(self, run: Run, prediction: Prediction | None, recovery: Recovery | None) -> None:
+        opening = _opening(run, self.facts["threads"], self.asked.devices)
+        if recovery is None:
+            spare = f"spare ranks that stand by: {spares}" if (spares := run.job.config.spares) else None
+            lines = [*_resuming(self.asked, run.job.config), opening, *filter(None, [spare, prediction])]
+        else:
+            lines = [f"\n{recovery}", opening]
+        print(*lines, sep="\n", flush=True)
+
+
+def _refuse_folder(folder: Path, choice: Choice) -> None:
+    """Raises InputError if another run's checkpoints are in it."""
+    from ..checkpoint import found_in
+
+    there, begins = found_in(folder), choice.checkpoint
+    if there and (begins is None or begins.path.parent.resolve() != folder.resolve()):
         raise InputError(
             f"{there[0]} is there already, and this run does not go on from it: "
             "set resume=auto, or take another checkpoint="
         )
-    return taken(config.checkpoint, locks_wanted(os.environ))
-
-
-def _open_log(
-    job: Job, asked: _Asked, ranks: int, facts: dict[str, Any], prediction: Prediction | None
-) -> RunLog | None:
-    """A new one; or that of the run that is resumed. Raises InputError."""
-    from ..models import parameter_count
-    from ..runlog import RunLog, locks_wanted
-
-    config, resumed = job.config, asked.resumed
-    if config.log is None:
-        return None
-    attributes = {
-        "config": job.config.model_dump_json(),
-        "width": job.width,
-        "ranks": ranks,
-        "mini_batch_size": sum(job.sizes),
-        "parameters": parameter_count(job.task.model),
-        "partition": json.dumps([cut.start for cut in job.cuts[1:]]),
-        "stage_costs": json.dumps(job.costs),
-        "unigram_entropy_nats": asked.validation.unigram_entropy_nats,
-        "validation_sha256": asked.validation.sha256,
-        **facts,
-        **(prediction.attributes if prediction else {}),
-    }
-    locking = locks_wanted(os.environ)
-    path = None if config.log == "auto" else Path(config.log)
-    before = resumed.facts["log"] if resumed and config.log == config.resume == "auto" else None
-    there = Path(before) if before else path
-    if there and config.resume and there.exists():
-        _check_log(there, job, asked.validation.sha256, resumed.step if resumed else 0)
-        return RunLog.append(there, attributes, ranks, locking=locking)
-    create = partial(RunLog.create, attributes=attributes, workers=ranks, locking=locking)
-    return create(path) if path else _created_anywhere(create, config.scheme)
 
 
 def _check_log(path: Path, job: Job, validation_sha256: str, done: int) -> None:
@@ -371,7 +515,7 @@ def _facts(world: Any, threads: int, asked: _Asked) -> dict[str, Any]:
         "slurm": json.dumps(slurm),
         "threads": threads,
         "devices": asked.devices,
-        "held_before_bytes": json.dumps(world.allgather(held_bytes(device))),
+        "held_before_bytes": json.dumps(world.allgather(held_bytes(device))[: world.size - asked.job.config.spares]),
         "memory_measured": "process" if device.type == "cpu" else "device",
     }
 

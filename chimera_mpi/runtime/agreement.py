@@ -62,6 +62,10 @@ class Herald:
         self.patience.wait(self._under_way)
         return int(self._word[0])
 
+    def abandon(self) -> None:
+        """Await no word any more."""
+        self.patience.outlive(self._under_way)
+
 
 @torch.no_grad()
 def take_values_of_root(

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 from ..errors import InputError
-from ..host import peak_resident_bytes, resident_bytes
+from ..host import available_memory_bytes, peak_resident_bytes, resident_bytes
 from .staging import DeviceAware, Direct, Event, Staging, Streams, ThroughHost
 
 CPU = torch.device("cpu")
@@ -45,6 +45,11 @@ def held_bytes(device: torch.device) -> int:
 def peak_held_bytes(device: torch.device) -> int:
     """The most that it has had."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+
+
+def free_bytes(device: torch.device, ranks: int) -> float:
+    """What this rank may take in addition: what is left on its GPU, or its share of what is left of a node's memory."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes() / ranks
 
 
 class Where(NamedTuple):

@@ -114,6 +114,7 @@ class Gradients:
     ):
         """With `sharded` each replica of a stage has the sums of a share of its gradients; of tied ones, of all."""
         self.grid, self.patience, self.stages, self.staging = grid, patience, stages, staging
+        self.targets = 0.0  # of the mini-batch whose gradients were settled last
         self._pieces: dict[nn.Parameter, torch.Tensor] = {}
         self._of_place: dict[Place, list[Bucket]] = {place: [] for place in stages}
         self._under_way: list[Sum] = []
@@ -149,6 +150,12 @@ class Gradients:
         for memory in memories:
             self.staging.unpin(memory.bytes[memory.rank])
             memory.close()
+
+    def abandon(self) -> None:
+        """Forget the sums under way, once MPI writes to their memory no more."""
+        under_way, self._under_way = self._under_way, []
+        for each in under_way:
+            self.patience.outlive(*each.requests)
 
     @property
     def where(self) -> str:
@@ -238,8 +245,8 @@ class Gradients:
         ranks every parameter of the model is in it once.
         """
         self.await_sums(place, meanwhile)
-        targets = self._own_buckets[place][0].sum.count.item()
-        squares = [bucket.divide(max(targets, 1.0) * loss_scale) for bucket in self._of_place[place]]
+        self.targets = self._own_buckets[place][0].sum.count.item()
+        squares = [bucket.divide(max(self.targets, 1.0) * loss_scale) for bucket in self._of_place[place]]
         mine = [of_bucket for of_bucket in squares if of_bucket is not None]
         return math.fsum(torch.stack(mine).tolist()) if mine else 0.0  # one wait for the device
 

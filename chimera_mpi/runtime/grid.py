@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 from mpi4py import MPI
@@ -18,20 +19,24 @@ Comm = MPI.Intracomm
 class Grid:
     """`width` replicas of a pipeline group of `depth` workers: rank = replica * depth + worker.
 
-    Owns its communicators; `close` frees them, after it has called what is in `closing`.
+    Owns its communicators; `close` frees them, after it has called what is in `closing`. Where it `survives`
+    the death of ranks, who waits by its `patience` revokes them all once somebody has revoked `comm`, which it is over.
     """
 
-    def __init__(self, comm: Comm, depth: int):
+    def __init__(self, comm: Comm, depth: int, survives: bool = False):
         sharpen_timer()
+        self._over, self._heeds = comm, True
         self.depth, self.width = depth, width_of(comm.size, depth)
         self.world: Comm = comm.Dup()
         self.replica, self.worker = divmod(comm.rank, depth)
         self.pipeline = cast(Comm, self.world.Split(self.replica, self.worker))
         self.node = find_node(self.world)
+        self.patience = replace(self.node.patience, alarm=self._heed) if survives else self.node.patience
         self.bell = self._bell()
         self._groups: dict[tuple[int, ...], Comm] = {}
         self._nearby: dict[int, Nearby | None] = {}
         self.closing: list[Callable[[], None]] = []
+        self.others: list[Comm] = []  # communicators that parts of a run have beside it
 
     def replicas(self, workers: Iterable[int]) -> Comm:
         """The communicator of these workers of all pipeline groups. Collective over them, in one order on all."""
@@ -71,11 +76,26 @@ class Grid:
             close()
         if self.bell:
             self.bell.close()
-        near = [comm for nearby in self._nearby.values() if nearby for comm in nearby]
-        for comm in (*near, *self._groups.values(), self.pipeline, self.world):
+        for comm in self._comms:
             comm.Free()
         self._groups.clear()
         self._nearby.clear()
+
+    def revoke(self) -> None:
+        """Let nobody wait on a communicator of this grid, for the dead or for one who has left for their sake: what is
+        under way ends in an error on all ranks (ULFM). Not collective."""
+        self._heeds = False
+        for comm in (*self._comms, *self.others):
+            comm.Revoke()
+
+    def _heed(self) -> None:
+        if self._heeds and self._over.Is_revoked():
+            self.revoke()
+
+    @property
+    def _comms(self) -> list[Comm]:
+        near = [comm for nearby in self._nearby.values() if nearby for comm in nearby]
+        return [*near, *self._groups.values(), self.pipeline, self.world]
 
 
 def holders(schedule: Schedule, stages: Iterable[int]) -> set[int]:

@@ -126,6 +126,13 @@ class Mailbox:
             left = [str(op) for op in (*self._arriving, *self._to_self, *self._ahead)]
             raise RuntimeError(f"messages left in the mailbox of worker {self.comm.rank} at the flush: {left}")
 
+    def abandon(self) -> None:
+        """Forget all messages, once MPI writes to their memory and reads it no more."""
+        arriving = (request for arrival in self._arriving.values() for request in arrival.requests)
+        self.patience.outlive(*arriving, *(departure.request for departure in self._leaving))
+        for each in (self._ahead, self._arriving, self._unsent, self._leaving, self._to_self):
+            each.clear()
+
     def _post(self) -> None:
         while self._ahead and len(self._arriving) < self.delivery.ahead:
             op = self._ahead.popleft()

@@ -51,6 +51,7 @@ class GlobalNorm:
         self.limit = math.inf if limit is None else limit
         self.skips = False
         self.broke = False  # it skips, and no overflow explains that
+        self.squares = self.loss = math.nan  # over all ranks, as they were judged last
 
     @property
     def scale(self) -> float:
@@ -59,11 +60,16 @@ class GlobalNorm:
 
     def judge(self, squares: float, loss: float = 0.0) -> float:
         """What to multiply all gradients by; sets `skips`, and `broke`. `squares` of gradients and `loss` are this
-        rank's shares; collective. Raises FloatingPointError where a falling loss scale is no way out and it does not
-        guard."""
+        rank's shares; collective. On whichever rank it returns all have called it, so all sums of all ranks are there.
+        Raises FloatingPointError where a falling loss scale is no way out and it does not guard."""
         total = np.array([squares, loss])
         self.patience.wait(self.world.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
-        overflowed = not np.isfinite(total).all()
+        return self.heed(*total.tolist())
+
+    def heed(self, squares: float, loss: float) -> float:
+        """As `judge`, of the sums over all ranks: also those that another rank has, and this one not any more."""
+        self.squares, self.loss = squares, loss
+        overflowed = not (math.isfinite(squares) and math.isfinite(loss))
         self.skips = overflowed and (self.guards or self.loss_scale is not None)
         if self.loss_scale:
             self.loss_scale.learn(overflowed)
@@ -73,4 +79,4 @@ class GlobalNorm:
                 f"gradients are not finite even with a loss scale of {self.scale:.1e}: the loss or the weights "
                 "are inf or nan"
             )
-        return 1.0 if self.skips else min(1.0, self.limit / (math.sqrt(total[0]) + 1e-6))
+        return 1.0 if self.skips else min(1.0, self.limit / (math.sqrt(squares) + 1e-6))

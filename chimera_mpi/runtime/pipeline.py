@@ -22,7 +22,7 @@ from .optimizer import Recipe
 from .progress import ProgressThread
 from .stage import Boundaries, Recompute, Stage, Trace, digest, trace
 from .staging import Direct, Staging
-from .state import Copies, LayerState, take_up
+from .state import Copies, LayerState, held_state, take_up
 from .waiting import Patience
 from .weights import weights_of
 from .worker import Evaluator, Feed, Sums, Worker
@@ -66,7 +66,7 @@ class Pipeline:
         """`inputs[n]` are the tensors that enter stage 0 with micro-batch n of this rank's pipeline group;
         the schedule covers `steps` steps."""
         self.schedule, self.model = schedule, model
-        self.grid, self.patience = grid, settings.patience or grid.node.patience
+        self.grid, self.patience = grid, settings.patience or grid.patience
         self.cuts = list(settings.cuts or cut_uniformly(len(model.layers), schedule.stages))
         self.dtype = settings.dtype
         self.traces = self._traces(inputs)
@@ -139,6 +139,16 @@ class Pipeline:
             self.progress.close()
         self.worker.gradients.close()
 
+    def abandon(self) -> None:
+        """A rank has died, and the communicators are revoked: await nobody any more. Only states are of use from now
+        on."""
+        if self.progress:
+            self.progress.close()
+        for mailbox in (self.worker.mailbox, self.evaluator.mailbox):
+            mailbox.abandon()
+        self.worker.gradients.abandon()
+        self.worker.stash.clear()
+
     def _gradients(self, settings: Settings) -> Gradients:
         return Gradients(
             self.grid,
@@ -185,6 +195,16 @@ class Pipeline:
             layers = {index: self.stages[place].layer(index) for index in self.cuts[stage]}
             copies = Copies(comm, self.patience, self._limit_bytes)
             yield from copies.states(layers, self.worker.weights[place])
+
+    @property
+    def held_layers(self) -> list[int]:
+        """Those of this rank's stages."""
+        return [index for stage, _ in self._first_places() for index in self.cuts[stage]]
+
+    def state_of(self, index: int) -> LayerState:
+        """The state of a layer that this rank holds, all of it; it may share memory with what is trained."""
+        place = next(place for stage, place in self._first_places() if index in self.cuts[stage])
+        return held_state(self.stages[place].layer(index), self.worker.weights[place])
 
     def take_up(self, read: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
         """Go on from the states of all layers; `read(index)` has one's. Raises InputError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from mpi4py import MPI
@@ -45,6 +46,7 @@ class ProgressThread:
         self._thread.join()
 
     def _drive(self) -> None:
-        while self._wanted.wait() and not self._closed:
-            self._comm.Iprobe(self._comm.rank)
-            time.sleep(self._every_s)
+        with suppress(MPI.Exception):  # of a communicator that is revoked, of which those who wait learn themselves
+            while self._wanted.wait() and not self._closed:
+                self._comm.Iprobe(self._comm.rank)
+                time.sleep(self._every_s)

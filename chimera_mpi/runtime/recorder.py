@@ -57,6 +57,12 @@ class Recorder:
         refused = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
         self.told = refused or [f"{self._path}{others}"]
 
+    def abandon(self) -> None:
+        """Record no more, and write nothing: a rank has died."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
     def _start(self) -> None:
         if self._profile is None:
             self._profile = profile(activities=self._activities)

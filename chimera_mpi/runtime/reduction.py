@@ -48,6 +48,10 @@ class Sum(Protocol):
     start_at: int
 
     @property
+    def requests(self) -> list[MPI.Request]:
+        """What is under way by MPI, or was."""
+
+    @property
     def bell(self) -> Doorbell | None:
         """What rings when there is news, if something always does."""
 
@@ -71,14 +75,14 @@ class MessageSum:
         self.comm = comm
         self.flat = make(layout.size + layout.counted, layout.dtype)
         self.mine, self.count = self.flat[: layout.size], self.flat[layout.size :]
-        self._requests: list[MPI.Request] = []
+        self.requests: list[MPI.Request] = []
 
     def start(self) -> None:
         if self.comm.size > 1:
-            self._requests = [self.comm.Iallreduce(MPI.IN_PLACE, numbers(self.flat), MPI.SUM)]
+            self.requests = [self.comm.Iallreduce(MPI.IN_PLACE, numbers(self.flat), MPI.SUM)]
 
     def drive(self) -> bool:
-        return MPI.Request.Testall(self._requests)
+        return MPI.Request.Testall(self.requests)
 
 
 class MessageShares:
@@ -96,15 +100,15 @@ class MessageShares:
         self.flat = make(share * comm.size, layout.dtype)
         self.mine = self.flat[:share]
         self.count = make(int(layout.counted), layout.dtype)
-        self._requests: list[MPI.Request] = []
+        self.requests: list[MPI.Request] = []
 
     def start(self) -> None:
-        self._requests = [self.comm.Ireduce_scatter_block(MPI.IN_PLACE, numbers(self.flat), MPI.SUM)]
+        self.requests = [self.comm.Ireduce_scatter_block(MPI.IN_PLACE, numbers(self.flat), MPI.SUM)]
         if len(self.count):
-            self._requests.append(self.comm.Iallreduce(MPI.IN_PLACE, numbers(self.count), MPI.SUM))
+            self.requests.append(self.comm.Iallreduce(MPI.IN_PLACE, numbers(self.count), MPI.SUM))
 
     def drive(self) -> bool:
-        return MPI.Request.Testall(self._requests)
+        return MPI.Request.Testall(self.requests)
 
 
 class SharedMemory:
@@ -165,7 +169,7 @@ class SharedSum:
         self.count = self.flat[size : size + self.layout.counted]
         self._number = 0  # of the sum under way
         self._added = self._handed = 0  # the last one added up, and handed out
-        self._requests: list[MPI.Request] = []
+        self.requests: list[MPI.Request] = []
 
     @property
     def in_order(self) -> bool:
@@ -181,7 +185,7 @@ class SharedSum:
                 return False
             self._add_up()
         if self._handed < self._number:
-            if not MPI.Request.Testall(self._requests):
+            if not MPI.Request.Testall(self.requests):
                 return False
             self._hand_out()
         return self._everybody(HANDED)
@@ -191,7 +195,7 @@ class SharedSum:
         for buffer in self.buffers[1:]:
             self._total += buffer[self.share]
         if self.rail.size > 1:
-            self._requests = [self.rail.Iallreduce(MPI.IN_PLACE, self._total.numpy(), MPI.SUM)]
+            self.requests = [self.rail.Iallreduce(MPI.IN_PLACE, self._total.numpy(), MPI.SUM)]
         self._added = self._number
 
     def _hand_out(self) -> None:
@@ -245,6 +249,10 @@ class StagedSum:
         self.flat, self.mine, self.count = self._whole.tensor, self._whole.tensor[self._mine], self._count.tensor
         self._fetched: Event = DONE
         self._started = False
+
+    @property
+    def requests(self) -> list[MPI.Request]:
+        return self.inner.requests
 
     @property
     def in_order(self) -> bool:

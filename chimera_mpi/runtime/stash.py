@@ -37,3 +37,7 @@ class Stash:
         """Raises RuntimeError if a forward was not followed by its backward."""
         if self._kept:
             raise RuntimeError(f"activations left in the stash at the flush: {sorted(self._kept)}")
+
+    def clear(self) -> None:
+        """Forget all, as no backward will follow."""
+        self._kept.clear()

@@ -103,6 +103,15 @@ class Copies:
         return whole.view(shape)
 
 
+def held_state(layer: nn.Module, weights: Weights) -> LayerState:
+    """The state of a layer of which each replica has all. It may share memory with what is trained."""
+    state = LayerState()
+    for name, tensor in tensors_of(layer):
+        trained = weights.trained.get(tensor) if isinstance(tensor, nn.Parameter) else None
+        state.update(_held(name, tensor, trained, weights))
+    return state
+
+
 @torch.no_grad()
 def take_up(index: int, layer: nn.Module, weights: Weights, state: Mapping[str, torch.Tensor]) -> None:
     """Go on from a layer's `state`. Raises InputError if it is not of such a layer."""

@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from mpi4py import MPI
 
@@ -27,6 +28,7 @@ class Patience:
     spin_s: float
     nap_s: float = 50e-6
     longest_nap_s: float = 1e-3
+    alarm: Callable[[], None] | None = None  # called between naps; sees to it that what will not come ends in an error
 
     @staticmethod
     def for_node(ranks: int, cores: int) -> Patience:
@@ -48,11 +50,18 @@ class Patience:
                 if sleep(nap):
                     awake = time.perf_counter()
                 nap = min(nap * growth, self.longest_nap_s)
+                if self.alarm:
+                    self.alarm()
 
     def wait(self, *requests: MPI.Request) -> None:
         """Return once all `requests` are complete."""
         pending = list(requests)
         self.until(lambda: MPI.Request.Testall(pending))
+
+    def outlive(self, *requests: MPI.Request) -> None:
+        """Return once none of `requests` is under way any more: those of a revoked communicator end in an error."""
+        for request in requests:
+            replace(self, alarm=None).until(partial(_has_ended, request))
 
 
 class Doorbell:
@@ -119,6 +128,13 @@ class Doorbell:
         with suppress(BlockingIOError):
             while True:
                 self.listener.recv(1)
+
+
+def _has_ended(request: MPI.Request) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception:
+        return True
 
 
 def _sleep(seconds: float) -> bool:

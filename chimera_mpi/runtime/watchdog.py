@@ -30,6 +30,7 @@ from .worker import Whereabouts
 TICK_S = 1.0
 ANSWERS_S = 5.0  # that ranks have to say where they are
 TIMES, LEAST_S = 20, 60.0  # of the longest pass, and seconds, until a silence is too long
+AT_FIRST_S = 1800.0  # the same before that is known: first passes build what later ones have
 PASSES = 2  # that must have been measured before
 ANSWER_BYTES, LINE = 1 << 14, 1000  # and letters
 ASK, ANSWER = 1, 2
@@ -63,15 +64,19 @@ class Watchdog:
         waits_for: Callable[[Op], str],
         limit_s: float | None = None,
         end: Callable[[str], None] | None = None,
+        lets_leave: bool = False,
     ):
         """Silence for `limit_s` is too long, by default a multiple of what `measured` is told. `waits_for` says what an
-        op waits for, from which ranks; `end` prints a text and ends all ranks. Collective."""
-        self.here, self.waits_for, self.limit_s, self.end = here, waits_for, limit_s, end or _end_by(grid.world)
+        op waits for, from which ranks; `end` prints a text and ends all ranks. Whether one `lets_leave` others, because
+        MPI tells who waits for them. Collective."""
+        self.here, self.waits_for, self.end = here, waits_for, end or _end_by(grid.world)
+        self.limit_s = AT_FIRST_S if limit_s is None else limit_s
         self._is_auto, self._passes_s = limit_s is None, [0.0]
         self._main = threading.get_ident()
         self._silence = Silence()
-        self.world, self.patience = grid.world.Dup(), grid.node.patience
-        self._next = _Neighbour.of(self.world, grid)
+        self.world, self.patience = grid.world.Dup(), grid.patience
+        grid.others.append(self.world)
+        self._next = None if lets_leave else _Neighbour.of(self.world, grid)
         self._talks = self.world.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._question, self._sent = np.zeros(1, dtype=np.uint8), list[tuple[MPI.Request, NDArray[np.uint8]]]()
         self._asked = self._listen()
@@ -103,14 +108,17 @@ class Watchdog:
         self.world.Free()
 
     def stop(self) -> None:
-        """Watch no more; others may still do."""
+        """Watch no more; others may still do. A second time it does nothing."""
+        if self._closing.is_set():
+            return
         self._leaving.set()
         self._closing.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         if self._talks:
-            self._asked.Cancel()
-            self._asked.Wait()
+            with suppress(MPI.Exception):  # of one who has died
+                self._asked.Cancel()
+                self._asked.Wait()
         if self._next:
             self._next.close()
 
@@ -121,7 +129,7 @@ class Watchdog:
             if self._next and self._next.has_left() and not self._leaving.is_set():
                 self.end(f"rank {self._next.rank} has left before the end: ending the job")
             silent_s = self._silence.after(TICK_S, (self.here.step, self.here.op, self.here.acts))
-            if self.here.step < 0 or self.here.excuse or self.limit_s is None:
+            if self.here.step < 0 or self.here.excuse:
                 self._silence.break_()
             elif silent_s > self.limit_s + _turn(self.world.rank):
                 self._alarm(silent_s)
@@ -129,7 +137,7 @@ class Watchdog:
 
     def _leave_stack(self) -> None:
         """See that the C runtime prints all stacks of this process if this thread does not run for too long."""
-        if self.limit_s is not None and sys.__stderr__ is not None:
+        if sys.__stderr__ is not None:
             with suppress(ValueError, OSError):  # no file to print to
                 faulthandler.dump_traceback_later(self.limit_s + 2 * TICK_S, file=sys.__stderr__)
 
@@ -174,6 +182,10 @@ class Watchdog:
 
     def _answer(self) -> None:
         """Tell those who ask, who then see to the rest."""
+        with suppress(MPI.Exception):  # of one who has died
+            self._answer_all()
+
+    def _answer_all(self) -> None:
         if not self._talks:
             return
         status = MPI.Status()

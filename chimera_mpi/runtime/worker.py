@@ -60,6 +60,33 @@ class Sums(NamedTuple):
     skipped: int = 0
 
 
+class Total(NamedTuple):
+    """What `Sums` add up to over all ranks."""
+
+    loss: float
+    targets: float
+    square_norm: float
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / max(self.targets, 1)
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.square_norm)
+
+    @property
+    def grad_norm(self) -> float:
+        return math.sqrt(self.square_norm)
+
+
+class Judged(NamedTuple):
+    """A step whose gradients all ranks have summed and judged by their norm. Its update needs no message any more."""
+
+    step: int
+    total: Total
+
+
 class Tally:
     """Sums in the making."""
 
@@ -97,12 +124,10 @@ class Whereabouts:
 
     @contextmanager
     def excused(self, what: str) -> Iterator[None]:
-        """Around what may take as long as it takes."""
+        """Around what may take as long as it takes. What fails in it leaves word of where that was."""
         before, self.excuse = self.excuse, what
-        try:
-            yield
-        finally:
-            self.excuse = before
+        yield
+        self.excuse = before
 
 
 def interpret(
@@ -153,6 +178,7 @@ class Worker:
         self.stopwatch = self.staging.stopwatch(clock)
         self.worker, self.stash, self.here = mailbox.comm.rank, Stash(), Whereabouts()
         self.broken: set[int] = set()  # the layers whose gradients were not finite when `norm` last broke
+        self.judged: Judged | None = None  # the last step that `norm` was for
         self._completing = completing(schedule, self.worker)
         self._handlers: dict[Kind, Handler] = {
             Kind.FORWARD: (self.mailbox.receive, self._forward),
@@ -267,17 +293,30 @@ class Worker:
             squares = math.fsum(map(settle, places))
             self._add_squares(op, squares)
             if self.norm:
-                self._judge(self.norm, self._tallies[self._step_of(op)], squares)
+                tally = self._tallies[self._step_of(op)]
+                factor = self.norm.judge(squares, tally.loss() if self.norm.guards else 0.0)
+                self._heed(self.norm, factor, tally)
         return ()
 
-    def _judge(self, norm: GlobalNorm, tally: Tally, squares: float) -> None:
+    def _heed(self, norm: GlobalNorm, factor: float, tally: Tally) -> None:
         """Clip the gradients of an update, or see that it is skipped."""
-        factor = norm.judge(squares, tally.loss() if norm.guards else 0.0)
+        self.judged = Judged(self._first_step, Total(norm.loss, self.gradients.targets, norm.squares))
         tally.skipped += norm.skips
         if norm.broke:
             self.broken = self._layers_of(self.gradients.broken())
         if factor != 1:
             self.gradients.scale(factor)
+
+    def finish(self, judged: Judged) -> None:
+        """Update the weights by a step that others have `judged`, and this worker not: it was interrupted while it
+        waited for the norm. So it has all sums."""
+        assert self.norm is not None and judged.step == self._first_step
+        assert all(self.gradients.settled(place) for place in self.stages)
+        factor = self.norm.heed(judged.total.square_norm, judged.total.loss)
+        self._heed(self.norm, factor, self._tallies[-1])
+        for op in self.schedule.orders[self.worker]:
+            if op.kind is Kind.UPDATE:
+                self._update(op, ())
 
     def _layers_of(self, parameters: set[nn.Parameter]) -> set[int]:
         return {

@@ -165,6 +165,16 @@ def test_without_their_library(shape, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["back", "exported", "new", "theirs"]
 
 
+@each_shape
+def test_import_says_how_to_train_it(shape, tmp_path, capsys):
+    assert main(["import", str(folder_of(tmp_path / "theirs", shape)), "-o", str(tmp_path / "ours")]) == 0
+    (words,) = re.findall(r"to train it: chimera-mpi train (.*)\n", capsys.readouterr().out)
+    preset, *keys = words.split()
+    config = load(preset, keys)
+    assert config.model == type(shape).__name__.lower() and config.resume == str(tmp_path / "ours")
+    assert all(getattr(config, key) == getattr(shape, key) for key in SHAPE if key != "dropout")
+
+
 def test_half_precision_comes_as_float32_and_float64_stays(tmp_path):
     source = folder_of(tmp_path / "theirs", SHAPES[0])
     weights = load_file(source / "model.safetensors")

@@ -328,8 +328,6 @@ def test_files_and_outputs_that_are_no_such(tmp_path, capsys):
         r"cannot write /proc/none/x": ["import", source, "-o", "/proc/none/x"],
         r"theirs exists and stays as it is": ["export", tmp_path / "ours", "-o", source],
         r"cannot write /proc/none/y": ["export", tmp_path / "ours", "-o", "/proc/none/y"],
-        r"seed=-1 is not in \[0, 2\^63\)": ["saved", "--seed", "-1"],
-        r"seed=9223372036854775808 is not in": ["saved", "--seed", str(2**63)],
         r"there is no checkpoint .*nowhere": ["export", tmp_path / "nowhere", "-o", tmp_path / "x"],
         r"theirs is not a whole checkpoint": ["export", source, "-o", tmp_path / "x"],
         r"is of model=mine:build: give one of a gpt or a bert": ["export", tmp_path / "bare", "-o", tmp_path / "x"],
@@ -473,6 +471,8 @@ WRONG_WORDS = {
     r"temperature=-1\.0 is below 0": ["saved", "--temperature", "-1"],
     r"temperature=nan is below 0 or no number": ["saved", "--temperature", "nan"],
     r"top_k=0 is below 1": ["saved", "--top-k", "0"],
+    r"seed=-1 is not in \[0, 2\^63\)": ["saved", "--seed", "-1"],
+    r"seed=9223372036854775808 is not in": ["saved", "--seed", str(2**63)],
     r"there is no checkpoint .*nowhere": ["nowhere"],
     r"give logits of nan or inf": ["spoilt", "--data", "bytes.h5"],
 }

@@ -753,10 +753,10 @@ def _reading(path: Path) -> Iterator[h5py.File]:
             signature = plain.read(len(SIGNATURE))
             if signature != SIGNATURE:
                 what = "not an HDF5 file" if signature else "empty"
-                raise InputError(f"{path} is {what}, so not a run log: is log= right?")
+                raise InputError(f"{path} is {what}, so not a run log: is its name right?")
             yield from _checked(path, plain)
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): is log= right?") from error
+        raise InputError(f"{path} cannot be read ({error.strerror}): is its name right?") from error
 
 
 def _checked(path: Path, plain: io.FileIO) -> Iterator[h5py.File]:
@@ -773,7 +773,7 @@ def _checked(path: Path, plain: io.FileIO) -> Iterator[h5py.File]:
 
 def _check_schema(path: Path, file: h5py.File) -> None:
     if file.attrs.get("format") != FORMAT:
-        raise InputError(f"{path} is an HDF5 file but not a run log (format={FORMAT!r}): is log= right?")
+        raise InputError(f"{path} is an HDF5 file but not a run log: is its name right?")
     schema = int(file.attrs["schema"])
     if schema > SCHEMA:
         raise InputError(f"{path} has schema {schema} and this version knows up to {SCHEMA}: update chimera-mpi")

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from math import isfinite
+from math import inf, isfinite
 from textwrap import wrap
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .draw.look import ASCII, NAMES, clock, duration, percent
-from .runlog import Run, Session
+from .draw.look import ASCII, NAMES, clock, duration, figure, percent
+from .runlog import Run
 from .sampled import Layout, layout_of, layout_of_step, newest
 from .schedule import Kind, Op, needs
 from .timeline import Timeline, Wait
@@ -129,7 +129,7 @@ def view_of(run: Run, now: datetime, changed: datetime, writer: Writer) -> View:
         validation=tuple(zip(run.evaluations["step"].tolist(), run.evaluations["loss"].tolist(), strict=True)),
         skipped=tuple(steps["step"][steps["skipped"]].tolist()),
         checkpoints=_checkpoints(layout),
-        sessions=tuple(_told(number, session, now) for number, session in enumerate(run.sessions, 1)),
+        sessions=tuple(_told(run, number, now) for number in range(1, len(run.sessions) + 1)),
         workers=tuple(_workers(run, layout, recent, step_s, _blamed(run, layout, last))),
         sampled=last[0] if last else None,
     )
@@ -259,10 +259,11 @@ def _checkpoints(layout: Layout) -> str:
     return f"{every}, in {config.checkpoint}"
 
 
-def _told(number: int, session: Session, now: datetime) -> str:
+def _told(run: Run, number: int, now: datetime) -> str:
     """A session in a line."""
+    session = run.sessions[number - 1]
     first = f"from step {session.first_step}" if session.first_step >= 0 else "no step"
-    end = session.reason or "has not ended"
+    end = session.reason or ("has not ended" if number == len(run.sessions) else "killed")
     start = _time(datetime.fromisoformat(session.start), now)
     return f"{number}  {start}, {session.ranks} ranks, {first}: {end}"
 
@@ -364,7 +365,7 @@ def _scaled(view: View, rows: list[str]) -> Iterator[tuple[str, str]]:
     finite = view.losses[np.isfinite(view.losses)]
     for number, row in enumerate(rows):
         at = {0: finite.max(), len(rows) - 1: finite.min()}.get(number)
-        yield "" if at is None else f"{at:.4f}", row.rstrip()
+        yield "" if at is None else figure(at), row.rstrip()
 
 
 def _figures(view: View) -> Iterator[tuple[str, list[Part]]]:
@@ -373,14 +374,14 @@ def _figures(view: View) -> Iterator[tuple[str, list[Part]]]:
         yield (
             "loss",
             _parts(
-                f"{view.losses[-1]:.4f}", f"grad norm {view.grad_norm:.3f}", f"learning rate {view.learning_rate:.3g}"
+                figure(view.losses[-1]), f"grad norm {view.grad_norm:.3f}", f"learning rate {view.learning_rate:.3g}"
             ),
         )
         yield "speed", _parts(*rates, f"{duration(view.step_s, 3)} a step", f"bubble {percent(view.bubble)}")
     if view.validation:
         step, last = view.validation[-1]
-        best_step, best = min(view.validation, key=lambda each: each[1])
-        yield "validation", _parts(f"{last:.4f} after step {step}", f"best {best:.4f} after step {best_step}")
+        best_step, best = min(view.validation, key=lambda each: each[1] if isfinite(each[1]) else inf)
+        yield "validation", _parts(f"{figure(last)} after step {step}", f"best {figure(best)} after step {best_step}")
     if view.skipped:
         yield "skipped", [Part(f"{len(view.skipped)} steps, the last was step {view.skipped[-1]}", "yellow")]
     yield "checkpoints", _parts(view.checkpoints)

@@ -151,7 +151,7 @@ WRONG = {
     "depth 4 does not divide the 1 MPI ranks": ["--depth", "4"],
     "unknown scheme 'chimra': did you mean 'chimera'?": ["--schemes", "chimra"],
     "--input-ms 5 is a part of the backward: give --backward-ms 5 or more": ["--input-ms", "5", "--backward-ms", "4"],
-    "--forward-ms: a cost must be 0 or between 1e-15 and 1e15, not -1": ["--forward-ms=-1"],
+    "--forward-ms: must be 0 or between 1e-15 and 1e15, not -1": ["--forward-ms=-1"],
     "the whole step takes 0 s": ["--forward-ms", "0"],
     "chimera needs an even depth, not 1": ["--schemes", "chimera"],
     "cannot write /: Is a directory": ["--json", "/"],

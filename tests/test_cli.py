@@ -263,6 +263,7 @@ WRONG = {
     "not 1e999999999": [*SHOW, "--forward", "1e999999999"],
     "takes 0 s": [*SHOW, "--forward", "0", "--backward", "0"],
     "unknown sync 'never'": [*SHOW, "--sync", "never"],
+    "--width: must be at most 10000, not 10001": [*SHOW, "--width", "10001"],
     "invalid choice: 'maybe'": [*SHOW, "--color", "maybe"],
     "cannot write /: Is a directory": [*SHOW, "--svg", "/"],
     "cannot write /no/such/folder/a.svg: No such file or directory": [*SHOW, "--svg", "/no/such/folder/a.svg"],

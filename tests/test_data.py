@@ -153,6 +153,8 @@ def test_python_itself_is_a_corpus_of_several_megabytes(tmp_path):
     [
         ({"sources": [Path("/no/such")]}, "/no/such is neither"),
         ({"validation_fraction": 1.0}, "validation_fraction=1.0"),
+        ({"seed": -1}, "seed=-1 is not in"),
+        ({"seed": 2**63}, "seed=9223372036854775808 is not in"),
         ({"validation_fraction": -0.5}, "validation_fraction=-0.5"),
         ({"suffixes": [".tex"]}, "no text in .*texts.*\\.tex"),
     ],

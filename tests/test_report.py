@@ -6,6 +6,8 @@ import importlib
 import json
 import re
 import shutil
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
@@ -423,6 +425,19 @@ def test_losses_that_are_none_are_left_out(told, tmp_path, monkeypatch):
     log = write_log(tmp_path / "run.h5")
     assert told(log, "--plot", tmp_path / "run.svg")[0] == 0
     assert "nan" not in (tmp_path / "run.svg").read_text()
+
+
+def test_a_loss_that_diverged_is_no_row_of_digits(told, tmp_path, monkeypatch):
+    monkeypatch.setattr("logs.StepRow", lambda **of: StepRow(**(of | {"loss": 1e300})))
+    assert "loss        1e+300\n" in told(write_log(tmp_path / "run.h5"))[1]
+
+
+def test_files_are_written_though_nobody_reads_on(tmp_path):
+    log, page = write_log(tmp_path / "run.h5", Made(steps=200, ranks=16)), tmp_path / "run.html"
+    script = f"{sys.executable} -m chimera_mpi report {log} --html {page} --width 4000 | true"
+    piped = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (piped.returncode, piped.stderr) == (0, "")
+    assert "</html>" in page.read_text()
 
 
 def test_a_scheme_that_nobody_knows_here_is_reported_without_its_plan(told, tmp_path):

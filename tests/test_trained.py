@@ -165,6 +165,16 @@ def test_without_their_library(shape, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["back", "exported", "new", "theirs"]
 
 
+@each_shape
+def test_import_says_how_to_train_it(shape, tmp_path, capsys):
+    assert main(["import", str(folder_of(tmp_path / "theirs", shape)), "-o", str(tmp_path / "ours")]) == 0
+    (words,) = re.findall(r"to train it: chimera-mpi train (.*)\n", capsys.readouterr().out)
+    preset, *keys = words.split()
+    config = load(preset, keys)
+    assert config.model == type(shape).__name__.lower() and config.resume == str(tmp_path / "ours")
+    assert all(getattr(config, key) == getattr(shape, key) for key in SHAPE if key != "dropout")
+
+
 def test_half_precision_comes_as_float32_and_float64_stays(tmp_path):
     source = folder_of(tmp_path / "theirs", SHAPES[0])
     weights = load_file(source / "model.safetensors")
@@ -461,6 +471,8 @@ WRONG_WORDS = {
     r"temperature=-1\.0 is below 0": ["saved", "--temperature", "-1"],
     r"temperature=nan is below 0 or no number": ["saved", "--temperature", "nan"],
     r"top_k=0 is below 1": ["saved", "--top-k", "0"],
+    r"seed=-1 is not in \[0, 2\^63\)": ["saved", "--seed", "-1"],
+    r"seed=9223372036854775808 is not in": ["saved", "--seed", str(2**63)],
     r"there is no checkpoint .*nowhere": ["nowhere"],
     r"give logits of nan or inf": ["spoilt", "--data", "bytes.h5"],
 }

@@ -210,8 +210,8 @@ def test_a_resumed_run_in_another_layout(path) -> None:
     assert view.what[:2] == ("gpt with 1f1b", "depth 2 x width 2") and view.steps == 80
     assert [worker.rank for worker in view.workers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(worker.most is None for worker in view.workers)
-    assert [line for line in view.sessions if "has not ended" in line and "4 ranks" in line] == list(view.sessions)
-    assert "from step 0" in view.sessions[0] and "from step 30" in view.sessions[1]
+    assert "4 ranks, from step 0: killed" in view.sessions[0]
+    assert "4 ranks, from step 30: has not ended" in view.sessions[1]
     log(path, 35, 44, width=2, depth=2, scheme="1f1b", steps=80)
     assert seen(path).sampled == 39 and any(worker.most for worker in seen(path).workers)
     log(path, 44, 44, width=2, depth=2, scheme="1f1b", steps=80, reason=None)
@@ -316,8 +316,10 @@ def test_who_holds_a_lock_lives_or_not(tmp_path) -> None:
     with RunLog.create(tmp_path / "run.h5", attributes(config()), 4):
         assert owner_lives(lock) is True
     gone = subprocess.Popen(["true"])
-    gone.wait()
     lock.write_text(f"process {gone.pid} on {os.uname().nodename}")
+    os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
+    assert owner_lives(lock) is False, "ended, but not waited for"
+    gone.wait()
     assert owner_lives(lock) is False
     lock.write_text(f"process {gone.pid} on another-node")
     assert owner_lives(lock) is None

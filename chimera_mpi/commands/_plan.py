@@ -73,7 +73,7 @@ def _number(word: str) -> float:
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{word}' is no number of seconds or bytes") from None
     if near and not 1e-15 <= near <= 1e15:
-        raise argparse.ArgumentTypeError(f"a cost must be 0 or between 1e-15 and 1e15, not {word}")
+        raise argparse.ArgumentTypeError(f"must be 0 or between 1e-15 and 1e15, not {word}")
     value = Fraction(word) if near else Fraction(0)
     return value.numerator if value.denominator == 1 else cast(float, value)
 

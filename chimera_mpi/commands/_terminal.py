@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from ._plan import count
 
 TELL_EVERY_S = 0.1
+WIDEST = 10_000  # columns
 
 
 def add_terminal(output: argparse._ArgumentGroup) -> None:
     """The options of a command that draws in characters."""
-    output.add_argument("--width", type=count, metavar="COLUMNS", help="default: the terminal's, 80 without one")
+    output.add_argument("--width", type=_width, metavar="COLUMNS", help="default: the terminal's, 80 without one")
     output.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
 
 
@@ -45,8 +46,14 @@ def bar(first: str, *columns: str) -> Iterator[Callable[[str, int, int], None]]:
         yield tell
 
 
+def _width(word: str) -> int:
+    if count(word) > WIDEST:
+        raise argparse.ArgumentTypeError(f"must be at most {WIDEST}, not {word}")
+    return int(word)
+
+
 def columns(asked: int | None) -> int:
-    return asked or shutil.get_terminal_size().columns
+    return asked or min(shutil.get_terminal_size().columns, WIDEST)
 
 
 def wants_color(when: str) -> bool:

@@ -13,6 +13,8 @@ EXAMPLE = """\
   chimera-mpi import gpt2/ -o runs/gpt2-pretrained
   mpirun -n 4 chimera-mpi train gpt2-small scheme=chimera depth=4 resume=runs/gpt2-pretrained data=data/mine.h5"""
 
+PRESETS = {"gpt": "gpt2-small", "bert": "bert-base"}  # with learning rates for models of such kinds
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -34,11 +36,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(made: Imported) -> str:
-    """What was made, and by which keys it is trained on."""
+    """What was made, and how it is trained on."""
     config = made.checkpoint.facts["config"]
-    keys = " ".join(f"{key}={str(value).lower()}" for key, value in config.items() if key != "dropout")
+    keys = " ".join(f"{key}={str(value).lower()}" for key, value in config.items() if key not in ("model", "dropout"))
     tokens = f"a tokenizer of {made.tokenizer.vocabulary} tokens" if made.tokenizer else "no tokenizer"
     return (
         f"{made.checkpoint.path}: the weights of a {config['model']} of {config['layers']} layers, {tokens}\n"
-        f"keys to train it by: {keys} resume={made.checkpoint.path}"
+        f"to train it: chimera-mpi train {PRESETS[config['model']]} {keys} "
+        f"sequence_length={config['positions']} resume={made.checkpoint.path}"
     )

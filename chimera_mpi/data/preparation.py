@@ -74,7 +74,7 @@ def prepare(
     """
     output = Path(output)
     _refuse_output(output)
-    _refuse_rules(validation_fraction, errors)
+    _refuse_rules(seed, validation_fraction, errors)
     size = bpe_size(tokenizer) if tokenizer.startswith("bpe:") else None
     known = None if size else BYTES if tokenizer == "byte" else _given(Path(tokenizer), end_name)
     found = sources_of([Path(source) for source in sources], suffixes, field)
@@ -120,7 +120,9 @@ def _refuse_output(output: Path) -> None:
         raise InputError(f"{output.parent} is not a folder: make it first, or give another path")
 
 
-def _refuse_rules(validation_fraction: float, errors: str) -> None:
+def _refuse_rules(seed: int, validation_fraction: float, errors: str) -> None:
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed={seed} is not in [0, 2^63): try seed=0")
     if not 0 <= validation_fraction < 1:
         raise InputError(f"validation_fraction={validation_fraction} is not in [0, 1): try validation_fraction=0.1")
     if errors not in ERRORS:

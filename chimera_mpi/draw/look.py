@@ -193,6 +193,11 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes / scale:.3g} {unit}"
 
 
+def figure(number: float) -> str:
+    """A loss or the like: `2.8289`, and no row of digits where it has diverged, `1e+300`."""
+    return f"{number:.4f}" if abs(number) < 1e9 else f"{number:.5g}"
+
+
 def percent(ratio: float) -> str:
     return f"{100 * float(ratio):.1f} %"
 

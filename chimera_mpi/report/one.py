@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..draw.chart import Bar, Bars, Chart, Drawn, Series, finite, thinned
-from ..draw.look import clock, duration, percent, unit_of
+from ..draw.look import clock, duration, figure, percent, unit_of
 from ..draw.table import Table, table_text
 from ..errors import InputError
 from ..runlog import Run
@@ -192,15 +192,15 @@ class Report:
             yield f"skipped     {skipped} updates, by gradients or losses of nan or inf"
 
     def _losses(self) -> Iterator[str]:
-        yield f"loss        {self.loss:.4f}"
+        yield f"loss        {figure(self.loss)}"
         if isfinite(self.validation):
-            yield f"validation  {self.validation:.4f}{self._beside_validation()}"
+            yield f"validation  {figure(self.validation)}{self._beside_validation()}"
 
     def _beside_validation(self) -> str:
         if self.start.config.model == "bert":
             return ", nats per sample: of a masked token and of the next sentence"
         entropy = self.start.attributes.get("unigram_entropy_nats", nan)
-        of_corpus = f" (unigram entropy of the corpus: {entropy:.4f})" if isfinite(entropy) else ""
+        of_corpus = f" (unigram entropy of these texts: {entropy:.4f})" if isfinite(entropy) else ""
         return f"{of_corpus}, nats per token" if self.start.config.model == "gpt" else of_corpus
 
     def _speed(self) -> Iterator[str]:

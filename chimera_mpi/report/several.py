@@ -12,7 +12,7 @@ from math import isfinite, nan
 from typing import Any, NamedTuple
 
 from ..draw.chart import Bar, Bars, Chart, Drawn, Series, thinned
-from ..draw.look import percent, unit_of
+from ..draw.look import figure, percent, unit_of
 from ..draw.table import Table
 from ..errors import InputError
 from ..timeline import Timeline
@@ -337,7 +337,7 @@ def _mean(numbers: Sequence[float]) -> float:
     return sum(there) / len(there) if there else nan
 
 
-def _known(number: float, told: Callable[[float], str] = "{:.4f}".format) -> str:
+def _known(number: float, told: Callable[[float], str] = figure) -> str:
     return told(number) if isfinite(number) else "-"
 
 

@@ -26,6 +26,8 @@ class Sampling(NamedTuple):
             raise InputError(f"temperature={self.temperature} is below 0 or no number: 0 takes the likeliest, try 1")
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"top_k={self.top_k} is below 1: try 40")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed={self.seed} is not in [0, 2^63): try seed=0")
         return self
 
 

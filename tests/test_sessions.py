@@ -122,6 +122,13 @@ def test_the_log_is_found_by_itself_and_a_finished_run_is_done(train):
     assert code == 2 and "has 4 steps, more than steps=3: set steps=4 or more" in told
 
 
+@pytest.mark.parametrize(("folder", "key"), [("runs", "log=auto"), ("data", "data=none")])
+def test_a_folder_that_cannot_be_made_is_a_line(train, folder, key):
+    Path(folder).write_text("in the way")
+    code, told = train(key, "steps=1")
+    assert code == 2 and f"{folder} cannot be made (File exists)" in told and told.count("\n") == 1
+
+
 def test_resuming_before_the_first_checkpoint_begins_anew_in_the_same_log(train):
     assert train("checkpoint_every=none", "steps=2")[0] == 0
     shorten(Path("checkpoints"), 0)

@@ -277,7 +277,7 @@ def _prepare_default(path: Path) -> None:
     from .data import describe
 
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make(path.parent, "data")
         print(describe(prepare(path)), flush=True)
 
 
@@ -483,10 +483,20 @@ def _beginning(checkpoint: Checkpoint, corpus: Corpus) -> str:
     return told
 
 
+def _make(folder: Path, key: str) -> None:
+    """The folder where what the key names is, by default. Raises InputError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{folder.absolute()} cannot be made ({error.strerror}): ask for the right to write there, or give {key}="
+        ) from error
+
+
 def _created_anywhere(create: Callable[[Path], RunLog], scheme: str) -> RunLog:
     """A log of a name that no other run has, though it may have begun in the same second."""
     folder, name = Path("runs"), f"{time.strftime('%Y%m%d-%H%M%S')}-{scheme}"
-    folder.mkdir(exist_ok=True)
+    _make(folder, "log")
     for path in (folder / f"{name}{suffix}.h5" for suffix in ("", *(f"-{n}" for n in range(2, 100)))):
         try:
             return create(path)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from chimera_mpi.cli import COMMANDS, main
-from chimera_mpi.commands.completion import SHELLS, keys, places
+from chimera_mpi.commands._keys import keys
+from chimera_mpi.commands.completion import SHELLS, places
 from chimera_mpi.config import Config, presets
 from chimera_mpi.schedule import SCHEMES
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import iter_modules
-from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import NamedTuple
 
 from . import module_of
+from ._keys import keys
 
 EXAMPLE = """\
   source <(chimera-mpi completion bash)             # in ~/.bashrc
@@ -97,38 +97,6 @@ def _values(action: argparse.Action) -> tuple[str, ...]:
         "WHEN": SYNCS,
     }
     return tuple(named.get(str(action.metavar), ()))
-
-
-def keys() -> dict[str, tuple[str, ...]]:
-    """Of a run: by its name the values of a key that has only a few."""
-    from ..config import Config
-    from ..predict.machine import machines
-    from ..schedule import SCHEMES
-
-    listed = {"scheme": tuple(SCHEMES), "model": ("gpt", "bert"), "machine": tuple(machines()), "resume": ("auto",)}
-    return {name: listed.get(name) or _known(of.annotation) for name, of in Config.model_fields.items()}
-
-
-def _known(annotation: Any) -> tuple[str, ...]:
-    """The values that a type has, if it has others than none."""
-    found = tuple(dict.fromkeys(_literals(annotation)))
-    return () if found == ("none",) else found
-
-
-def _literals(annotation: Any) -> Iterator[str]:
-    """The words that a type is made of."""
-    origin = get_origin(annotation)
-    if origin is Literal:
-        yield from map(str, get_args(annotation))
-    elif origin in (Union, UnionType):
-        for part in get_args(annotation):
-            yield from _literals(part)
-    elif origin is Annotated:
-        yield from _literals(get_args(annotation)[0])
-    elif annotation is bool:
-        yield from ("true", "false")
-    elif annotation is type(None):
-        yield "none"
 
 
 # ---- how shells are told

@@ -20,6 +20,7 @@ from ..host import keep_freed_memory
 from ..predict import weight_versions
 from ..stopping import AGAIN, End, Signals, Stops, find_limit, save_seconds, share_limit
 from ._devices import find_staging
+from ._keys import listed
 from ._ranks import end_all, ending_together, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", metavar="PRESET|FILE.toml", help="gpt-tiny, gpt2-small, gpt2-paper, or a file of keys"
     )
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as depth=4; see below")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as depth=4")
+    parser.add_argument_group("keys and their defaults", listed())
 
 
 def run(args: argparse.Namespace) -> int:

@@ -41,7 +41,11 @@ def wanted_of(job):
 def left_of(job, dead, spares=0):
     """How those stand whom the `dead` have left, after a step that all have judged."""
     judged = Judged(7, Total(1.0, 2.0, 3.0))
-    seated = [Standing(seat, 8, judged, layers) for seat, layers in enumerate(wanted_of(job)) if seat not in dead]
+    seated = [
+        Standing(seat, 8, judged, layers, leads=seat == 0)
+        for seat, layers in enumerate(wanted_of(job))
+        if seat not in dead
+    ]
     return Left((*seated, *[Standing()] * spares), tuple(dead))
 
 
@@ -117,6 +121,17 @@ def test_a_spare_takes_the_place_of_the_dead():
     job = job_of("chimera", 4, 2)
     left = left_of(job, (5,), spares=1)
     assert seats(left.standings, wanted_of(job)) == [0, 1, 2, 3, 4, 7, 5, 6]
+
+
+def test_who_has_the_log_of_a_run_that_never_stood_has_that_of_the_next():
+    job = job_of("chimera", 4, 1)
+    left = left_of(job, (0,), spares=1)
+    taken = seats(left.standings, wanted_of(job))
+    assert taken[0] == 3  # the spare rank, which opens the log; and now another dies
+    first, _, third, spare = left.standings
+    left = Left((first, third, spare._replace(leads=True)), (0, 2))
+    shallow = next(layouts(job, 3))
+    assert (left.first, seats(left.standings, wanted_of(shallow))[0]) == (2, 2)
 
 
 def test_who_has_the_norm_of_a_step_pulls_the_others_along():

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..train import Begun, Job, Progress, Run
 
 T = TypeVar("T")
-HANG_S = 300.0  # that ranks may take to find out who lives, where watchdog_s says nothing
+HANG_S = 300.0  # that ranks may take to find out who lives, where watchdog_s says nothing; layers take time beside it
 
 EXAMPLE = """\
   mpirun -n 4 chimera-mpi train gpt-tiny scheme=chimera depth=4 steps=60
@@ -126,13 +126,14 @@ def _carry_out(world: Any, config: Config, signals: Signals, began_s: float) -> 
 
 def _survive(world: Any, job: Job, asked: _Asked, desk: _Desk) -> NoReturn:
     """Carry out a job that outlives ranks, and end this process. Collective."""
+    from ..models import parameter_count
     from ..runtime.agreement import agree
     from ..runtime.crew import Crew
     from ..survival import Survival, check_survivable
 
     agree(world, lambda: check_survivable(job))
     limit_s = job.config.watchdog_s if isinstance(job.config.watchdog_s, float) else HANG_S
-    crew = Crew(world, asked.node.patience, limit_s)
+    crew = Crew(world, asked.node.patience, limit_s + save_seconds(parameter_count(job.task.model)))
     machine_bytes = world.bcast(asked.machine.memory_bytes if asked.machine else math.inf)
     room_bytes = partial(_room_bytes, asked, machine_bytes)
     device = asked.staging.device.type

@@ -73,7 +73,7 @@ class Survival:
         self._built: Run | None = None  # one that does not stand yet, and what it is made of
         self._comm: Comm | None = None
         self._handover: Handover | None = None
-        self._saw, self._speaker = "", 0
+        self._saw, self._speaker, self._leads = "", 0, False
 
     def until_the_end(self) -> End:
         """How the last run ended. Raises RunFailed on all ranks."""
@@ -109,6 +109,7 @@ class Survival:
         """Build a run over those who have a seat. Collective over the crew."""
         self._comm = self.crew.seated(seats)
         if self._comm is not None:
+            self._leads |= self._comm.rank == 0
             with _failing() if recovery else nullcontext():
                 self._built = self.launch(self._comm, job, begun, recovery)
 
@@ -171,7 +172,7 @@ class Survival:
     def _standing(self) -> Standing:
         room_bytes, saw = self.room_bytes(), self._saw
         if self.run is None:
-            return Standing(room_bytes=room_bytes, saw=saw)
+            return Standing(room_bytes=room_bytes, saw=saw, leads=self._leads)
         pipeline, scale, saver = self.run.pipeline, self.run.pipeline.loss_scale, self.run.saver
         return Standing(
             seat=self.run.grid.world.rank,
@@ -182,6 +183,7 @@ class Survival:
             room_bytes=room_bytes,
             saw=saw,
             saved=(saver.newest_step, saver.newest) if saver else (-1, None),
+            leads=self._leads,
         )
 
     def _hand_over(self, left: Left, job: Job, recovery: Recovery) -> None:
@@ -221,12 +223,18 @@ class Survival:
 
     def _save(self, left: Left) -> End:
         """Write a checkpoint of what is whole, where those who are left have no layout. Collective."""
-        folder, standings = self.job.config.checkpoint, left.standings
-        many = f"{len(standings)} rank{'s' * (len(standings) > 1)}"
+        folder, ranks = self.job.config.checkpoint, len(left.standings)
+        many = f"{ranks} rank{'s' * (ranks > 1)}"
         why = f"{left.told}, and no layout fits on {many}: stopped after {left.done} steps"
         if folder is None:
             return End(f"{why}, nothing is saved: next time give checkpoint=FOLDER", 1)
-        draft, comm = Draft(folder, left.done), self.crew.comm
+        if left.saved[0] < left.done:
+            self._write(left, Draft(folder, left.done))
+        return End(f"{why}, saved in {folder}: go on by resume=auto", AGAIN)
+
+    def _write(self, left: Left, draft: Draft) -> None:
+        """A checkpoint, each of those who are left some layers of it. Collective."""
+        comm, standings = self.crew.comm, left.standings
         writers = {layer: rank for rank in reversed(range(len(standings))) for layer in standings[rank].layers}
 
         def write() -> dict[int, LayerFile]:
@@ -242,7 +250,6 @@ class Survival:
         with _failing():
             everyone = comm.allgather(agree(comm, write))
             agree(comm, lambda: commit({layer: file for of_rank in everyone for layer, file in of_rank.items()}))
-        return End(f"{why}, saved in {folder}: go on by resume=auto", AGAIN)
 
 
 @contextmanager

@@ -358,26 +358,23 @@ class _Desk:
         self._keep(log, prediction)
 
     def note(self, job: Job, recovery: Recovery, prediction: Prediction | None = None) -> None:
-        """Begin another session of the log, also where its writer died, with rows that it lacks. Raises InputError."""
-        import numpy as np
-
-        from ..runlog import WORKERS, RunLog, locks_wanted
+        """Begin another session of the log, also where its writer died, and give the last one the rows that it lacks.
+        Raises InputError."""
+        from ..runlog import RunLog, locks_wanted
 
         ranks = job.width * job.config.depth
         attributes = {**self._attributes(job, ranks, prediction), **recovery.attributes}
         if self.log is not None:
-            self.log.go_on(recovery.told, attributes, ranks)
+            self.log.go_on(recovery.told, attributes, ranks, recovery.rows)
+            _plan(self.log, prediction)
         elif self._path is not None:
-            self._keep(RunLog.append(self._path, attributes, ranks, locking=locks_wanted(os.environ)), prediction)
-        if self.log is not None:
-            for row in recovery.rows:
-                self.log.step(row, np.full((ranks, len(WORKERS)), np.nan))
-            self.log.flush()
+            locking = locks_wanted(os.environ)
+            log = RunLog.append(self._path, attributes, ranks, locking=locking, before=recovery.rows)
+            self._keep(log, prediction)
 
     def _keep(self, log: RunLog, prediction: Prediction | None) -> None:
         self.log = self.stack.enter_context(log)
-        if prediction and prediction.spans:
-            log.plan(prediction.spans)
+        _plan(log, prediction)
 
     def _attributes(self, job: Job, ranks: int, prediction: Prediction | None) -> dict[str, Any]:
         from ..models import parameter_count
@@ -404,6 +401,11 @@ class _Desk:
         else:
             lines = [f"\n{recovery}", opening]
         print(*lines, sep="\n", flush=True)
+
+
+def _plan(log: RunLog, prediction: Prediction | None) -> None:
+    if prediction and prediction.spans:
+        log.plan(prediction.spans)
 
 
 def _refuse_folder(folder: Path, choice: Choice) -> None:

@@ -91,7 +91,7 @@ class Survival:
                 return ended or End("", code)
             except Died as died:
                 began_s = began_s if gone else time.monotonic()
-                self._saw = self._at(died.where) if died.saw_it else ""
+                self._saw = ("a recovery" if gone else self._at(died.where)) if died.saw_it else ""
                 gone = tuple(sorted((*gone, *self.crew.shrink())))
                 begin = partial(self._go_on, gone, began_s)
 

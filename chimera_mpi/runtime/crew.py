@@ -89,7 +89,7 @@ class Crew:
         if not found & NOTHING_FAILED:
             raise error if isinstance(error, InputError) else RunFailed(_failure_told(error), on_all=True)
         if not found & NOBODY_DIED:
-            raise Died("" if isinstance(error, MPI.Exception) else str(error or ""), saw_it)
+            raise Died("" if isinstance(error, MPI.Exception) else str(error or ""), saw_it) from error
         return result
 
     def agree(self, word: int) -> int:

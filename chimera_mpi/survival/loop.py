@@ -119,7 +119,10 @@ class Survival:
         return " of ".join(filter(None, (op, excuse))) or "between two steps"
 
     def _sail(self) -> End | None:
-        return self.run.run() if self.run else None
+        if self.run is None:
+            return None
+        self.run.grid.heeds.append(self.crew.comm)  # on which those who stand by find out that one of them has died
+        return self.run.run()
 
     def _abandon(self) -> None:
         if self.run and self._comm:

@@ -6,11 +6,13 @@ from functools import cache
 from itertools import combinations
 
 import pytest
+from mpi4py import MPI
 
 from chimera_mpi.config import Config, check_together
 from chimera_mpi.errors import InputError
-from chimera_mpi.runtime.crew import why_not
+from chimera_mpi.runtime.crew import NOBODY_DIED, Crew, Died, why_not
 from chimera_mpi.runtime.handover import missing, transfers
+from chimera_mpi.runtime.waiting import Patience
 from chimera_mpi.runtime.worker import Judged, Total
 from chimera_mpi.survival.layouts import check_survivable, fits, layouts
 from chimera_mpi.survival.standing import Left, Standing, is_behind, layers_of, seats
@@ -145,6 +147,28 @@ def test_who_has_the_norm_of_a_step_pulls_the_others_along():
     assert nobody.done == 7 and not is_behind(on_first, sixth)
     begun = Left((Standing(seat=0, done=3), Standing(seat=1, done=3)), (2,))
     assert begun.done == 3 and begun.last is None
+
+
+class Alone:
+    """A communicator of two, of whom the other dies once all are through."""
+
+    rank, size = 0, 2
+
+    def Dup(self):
+        return self
+
+    def Ibarrier(self):
+        return MPI.REQUEST_NULL
+
+    def Agree(self, word):
+        return word & ~NOBODY_DIED
+
+
+def test_what_is_done_when_another_dies_is_abandoned_too():
+    abandoned = []
+    with pytest.raises(Died):
+        Crew(Alone(), Patience(0.0), 60.0).attempt(lambda: "done", lambda: abandoned.append(True))
+    assert abandoned
 
 
 @pytest.mark.parametrize(

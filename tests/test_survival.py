@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 from mpi4py import MPI
@@ -11,9 +12,11 @@ from mpi4py import MPI
 from chimera_mpi.config import Config, check_together
 from chimera_mpi.errors import InputError
 from chimera_mpi.runtime.crew import NOBODY_DIED, Crew, Died, why_not
+from chimera_mpi.runtime.grid import Grid
 from chimera_mpi.runtime.handover import missing, transfers
 from chimera_mpi.runtime.waiting import Patience
 from chimera_mpi.runtime.worker import Judged, Total
+from chimera_mpi.survival import Survival
 from chimera_mpi.survival.layouts import check_survivable, fits, layouts
 from chimera_mpi.survival.standing import Left, Standing, is_behind, layers_of, seats
 from chimera_mpi.train import plan_job
@@ -169,6 +172,32 @@ def test_what_is_done_when_another_dies_is_abandoned_too():
     with pytest.raises(Died):
         Crew(Alone(), Patience(0.0), 60.0).attempt(lambda: "done", lambda: abandoned.append(True))
     assert abandoned
+
+
+class Revoked:
+    """A communicator that somebody has revoked, and how often this rank has."""
+
+    times = 0
+
+    def Is_revoked(self):
+        return True
+
+    def Revoke(self):
+        self.times += 1
+
+
+def test_who_works_heeds_the_crew_and_lets_nobody_wait_for_him(monkeypatch):
+    """What is freed before, as by a watchdog at the end of a run, is left alone."""
+    grid, of_crew, own = Grid(MPI.COMM_SELF, 1, survives=True), Revoked(), Revoked()
+    grid.heeds.clear()
+    grid.others += [MPI.COMM_NULL, own]
+    monkeypatch.setattr(Grid, "_comms", [])  # not each MPI can revoke
+    run = SimpleNamespace(grid=grid, run=grid.patience.alarm)
+    Survival(SimpleNamespace(comm=of_crew), None, None, None, None, None, run=run)._sail()
+    grid.patience.alarm()
+    assert (own.times, of_crew.times) == (1, 0)
+    monkeypatch.undo()
+    grid.close()
 
 
 @pytest.mark.parametrize(

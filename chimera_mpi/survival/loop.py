@@ -15,7 +15,7 @@ from ..checkpoint import Checkpoint, Draft, LayerFile
 from ..errors import InputError, RunFailed, refusing
 from ..runlog import StepRow
 from ..runtime.agreement import agree
-from ..runtime.crew import Crew, Died
+from ..runtime.crew import ALL_WELL, Crew, Died
 from ..runtime.grid import Comm
 from ..runtime.handover import Handover, missing, transfers
 from ..runtime.state import LayerState
@@ -266,4 +266,4 @@ def _failing() -> Iterator[None]:
 
 def _coded(end: End | None) -> int:
     """An exit code beside the bits that say that all is well; without one, what leaves those of others as they are."""
-    return -1 if end is None else end.code << 2 | 3
+    return -1 if end is None else end.code << 2 | ALL_WELL

@@ -218,13 +218,20 @@ class RunLog:
 
     @classmethod
     def append(
-        cls, path: str | Path, attributes: Attributes, workers: int, flush_every_s: float = 2.0, locking: bool = True
+        cls,
+        path: str | Path,
+        attributes: Attributes,
+        workers: int,
+        flush_every_s: float = 2.0,
+        locking: bool = True,
+        before: Sequence[StepRow] = (),
     ) -> RunLog:
         """Go on with the log of a run that is resumed, maybe on another number of ranks.
 
         `attributes` are kept in the row of `/sessions` that this adds. Nothing that is there changes: a step at or
-        before `last_step`, done again after a checkpoint, is not written again. Raises `InputError` for what
-        `read_run` refuses, and when the log is being written or cannot be.
+        before `last_step`, done again after a checkpoint, is not written again. The last session gets those of the rows
+        `before` that it lacks. Raises `InputError` for what `read_run` refuses, and when the log is being written or
+        cannot be.
         """
         path = Path(path)
         with _taken(path, locking) as lock:
@@ -236,18 +243,21 @@ class RunLog:
                 lock.share(bursts.descriptor)
                 log._file = h5py.File(bursts, "r+", libver="earliest")
                 log._resume()
+                log._make_good(before)
                 log._start_session(attributes)
             except BaseException:
                 log._abandon()
                 raise
         return log
 
-    def go_on(self, reason: str, attributes: Attributes, workers: int) -> None:
-        """End this session for a `reason` and begin another, maybe on another number of ranks."""
+    def go_on(self, reason: str, attributes: Attributes, workers: int, before: Sequence[StepRow] = ()) -> None:
+        """End this session, with those of the rows `before` that it lacks, for a `reason`, and begin another, maybe on
+        another number of ranks."""
         with self._failing():
+            self._make_good(before)
             self._burst()
             self._end_session(reason)
-            self._workers, self._started = workers, False
+            self._workers = workers
             _widen(self._file["workers"], workers)
             self._start_session(attributes)
 
@@ -337,18 +347,28 @@ class RunLog:
         sessions[self._session, "end"] = _now().encode()
         sessions[self._session, "reason"] = _cut(reason, 128)
 
+    def _make_good(self, rows: Sequence[StepRow]) -> None:
+        """Add the steps that are not there, of whose workers nothing is known."""
+        for row in rows:
+            if row.step > self._last_step:
+                self.step(row, np.full((self._workers, len(WORKERS)), math.nan))
+
     def _start_session(self, attributes: Attributes) -> None:
         sessions = self._file["sessions"]
-        self._session = len(sessions)
+        self._session, self._started = len(sessions), False
         row = (_now(), "", "", _cut(platform.node(), 64), -1, self._workers, json.dumps(dict(attributes)))
         _extend(sessions, np.array([row], dtype=SESSION))
+        self._find_tables()
+        self._burst()
+
+    def _find_tables(self) -> None:
         self._headers = _headers(self._file)
         self._tables = _step_tables(self._file)
         self._on_disk = self._last_step
-        self._burst()
 
     def _resume(self) -> None:
-        """Find the end of what is there, and drop the rows of a burst that a kill cut off between columns."""
+        """Find the end of what is there, and drop the rows of a burst that a kill cut off between columns. Its last
+        session is this one until another begins."""
         self._file.flush()
         self._bursts.settle()
         self._bursts.reserve(self._bursts.LEAD_BYTES)
@@ -361,6 +381,9 @@ class RunLog:
         self._last_evaluation = _last(self._file["evaluations/step"])
         self._spans_before = _last(self._file["spans"], "step")
         _widen(self._file["workers"], self._workers)
+        self._session = len(self._file["sessions"]) - 1
+        self._started = _last(self._file["sessions"], "first_step") >= 0
+        self._find_tables()
 
     def _columns(self, row: StepRow) -> tuple[float, ...]:
         """The row in the order of `STEPS`."""

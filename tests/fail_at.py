@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from chimera_mpi import checkpoint, config, data, report, runlog, survival, train
 from chimera_mpi.cli import main
-from chimera_mpi.runtime import gradients, norm, pipeline, stage
+from chimera_mpi.runtime import crew, gradients, handover, norm, pipeline, stage
 
 PHASES = {
     "config": (config, "load"),
@@ -38,6 +38,8 @@ PHASES = {
     "close": (train.Run, "close"),
     "recover": (survival.Survival, "_go_on"),
     "hand_over": (survival.Survival, "_begin"),
+    "handed_over": (handover.Handover, "finish"),
+    "agree": (crew.Crew, "agree"),
 }
 
 

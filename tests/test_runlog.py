@@ -561,6 +561,29 @@ def test_a_session_may_follow_another_in_the_same_process(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("writer", ["lives", "has died"])
+def test_the_steps_that_a_session_lacks_are_still_its_own(tmp_path, writer):
+    path, rows = tmp_path / "run.h5", [row(step) for step in range(4)]
+    log = RunLog.create(path, ATTRIBUTES, 2, NEVER)
+    write(log, 0, 1)
+    log.flush()
+    if writer == "lives":
+        write(log, 2, 2)
+        log.go_on("rank 1 died", {}, 1, before=rows)
+    else:
+        log._abandon()
+        log = RunLog.append(path, {}, 1, before=rows)
+    log.close("rank 0 died")
+    with RunLog.append(path, {}, 1, before=rows) as log:
+        write(log, 4, 4, ranks=1)
+    run = read_run(path)
+    assert run.steps["step"].tolist() == [0, 1, 2, 3, 4]
+    assert run.steps["session"].tolist() == [0, 0, 0, 0, 2]
+    assert run.steps["loss"].tolist() == [row(step).loss for step in range(5)]
+    assert [session.first_step for session in run.sessions] == [0, -1, 4]
+    assert np.isnan(run.workers["wait_s"][3]).all()
+
+
 def test_a_run_resumed_on_more_and_on_fewer_ranks(path):
     for ranks, last in ((2, 3), (5, 7), (1, 9)):
         opened = RunLog.append(path, {}, ranks) if path.exists() else RunLog.create(path, {}, ranks)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
+from mpi4py import MPI
 
 from chimera_mpi.config import Config, check_together
 from chimera_mpi.errors import InputError
-from chimera_mpi.runtime.crew import why_not
+from chimera_mpi.runtime.crew import NOBODY_DIED, Crew, Died, why_not
+from chimera_mpi.runtime.grid import Grid
 from chimera_mpi.runtime.handover import missing, transfers
+from chimera_mpi.runtime.waiting import Patience
 from chimera_mpi.runtime.worker import Judged, Total
+from chimera_mpi.survival import Survival
 from chimera_mpi.survival.layouts import check_survivable, fits, layouts
 from chimera_mpi.survival.standing import Left, Standing, is_behind, layers_of, seats
 from chimera_mpi.train import plan_job
@@ -41,7 +46,11 @@ def wanted_of(job):
 def left_of(job, dead, spares=0):
     """How those stand whom the `dead` have left, after a step that all have judged."""
     judged = Judged(7, Total(1.0, 2.0, 3.0))
-    seated = [Standing(seat, 8, judged, layers) for seat, layers in enumerate(wanted_of(job)) if seat not in dead]
+    seated = [
+        Standing(seat, 8, judged, layers, leads=seat == 0)
+        for seat, layers in enumerate(wanted_of(job))
+        if seat not in dead
+    ]
     return Left((*seated, *[Standing()] * spares), tuple(dead))
 
 
@@ -119,6 +128,17 @@ def test_a_spare_takes_the_place_of_the_dead():
     assert seats(left.standings, wanted_of(job)) == [0, 1, 2, 3, 4, 7, 5, 6]
 
 
+def test_who_has_the_log_of_a_run_that_never_stood_has_that_of_the_next():
+    job = job_of("chimera", 4, 1)
+    left = left_of(job, (0,), spares=1)
+    taken = seats(left.standings, wanted_of(job))
+    assert taken[0] == 3  # the spare rank, which opens the log; and now another dies
+    first, _, third, spare = left.standings
+    left = Left((first, third, spare._replace(leads=True)), (0, 2))
+    shallow = next(layouts(job, 3))
+    assert (left.first, seats(left.standings, wanted_of(shallow))[0]) == (2, 2)
+
+
 def test_who_has_the_norm_of_a_step_pulls_the_others_along():
     sixth, seventh = (Judged(step, Total(1.0, 1.0, 1.0)) for step in (6, 7))
     on_first = Standing(seat=0, done=7, judged=sixth)
@@ -130,6 +150,54 @@ def test_who_has_the_norm_of_a_step_pulls_the_others_along():
     assert nobody.done == 7 and not is_behind(on_first, sixth)
     begun = Left((Standing(seat=0, done=3), Standing(seat=1, done=3)), (2,))
     assert begun.done == 3 and begun.last is None
+
+
+class Alone:
+    """A communicator of two, of whom the other dies once all are through."""
+
+    rank, size = 0, 2
+
+    def Dup(self):
+        return self
+
+    def Ibarrier(self):
+        return MPI.REQUEST_NULL
+
+    def Agree(self, word):
+        return word & ~NOBODY_DIED
+
+
+def test_what_is_done_when_another_dies_is_abandoned_too():
+    abandoned = []
+    with pytest.raises(Died):
+        Crew(Alone(), Patience(0.0), 60.0).attempt(lambda: "done", lambda: abandoned.append(True))
+    assert abandoned
+
+
+class Revoked:
+    """A communicator that somebody has revoked, and how often this rank has."""
+
+    times = 0
+
+    def Is_revoked(self):
+        return True
+
+    def Revoke(self):
+        self.times += 1
+
+
+def test_who_works_heeds_the_crew_and_lets_nobody_wait_for_him(monkeypatch):
+    """What is freed before, as by a watchdog at the end of a run, is left alone."""
+    grid, of_crew, own = Grid(MPI.COMM_SELF, 1, survives=True), Revoked(), Revoked()
+    grid.heeds.clear()
+    grid.others += [MPI.COMM_NULL, own]
+    monkeypatch.setattr(Grid, "_comms", [])  # not each MPI can revoke
+    run = SimpleNamespace(grid=grid, run=grid.patience.alarm)
+    Survival(SimpleNamespace(comm=of_crew), None, None, None, None, None, run=run)._sail()
+    grid.patience.alarm()
+    assert (own.times, of_crew.times) == (1, 0)
+    monkeypatch.undo()
+    grid.close()
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..train import Begun, Job, Progress, Run
 
 T = TypeVar("T")
-HANG_S = 300.0  # that ranks may take to find out who lives, where watchdog_s says nothing
+HANG_S = 300.0  # that ranks may take to find out who lives, where watchdog_s says nothing; layers take time beside it
 
 EXAMPLE = """\
   mpirun -n 4 chimera-mpi train gpt-tiny scheme=chimera depth=4 steps=60
@@ -128,13 +128,14 @@ def _carry_out(world: Any, config: Config, signals: Signals, began_s: float) -> 
 
 def _survive(world: Any, job: Job, asked: _Asked, desk: _Desk) -> NoReturn:
     """Carry out a job that outlives ranks, and end this process. Collective."""
+    from ..models import parameter_count
     from ..runtime.agreement import agree
     from ..runtime.crew import Crew
     from ..survival import Survival, check_survivable
 
     agree(world, lambda: check_survivable(job))
     limit_s = job.config.watchdog_s if isinstance(job.config.watchdog_s, float) else HANG_S
-    crew = Crew(world, asked.node.patience, limit_s)
+    crew = Crew(world, asked.node.patience, limit_s + save_seconds(parameter_count(job.task.model)))
     machine_bytes = world.bcast(asked.machine.memory_bytes if asked.machine else math.inf)
     room_bytes = partial(_room_bytes, asked, machine_bytes)
     device = asked.staging.device.type
@@ -359,26 +360,23 @@ class _Desk:
         self._keep(log, prediction)
 
     def note(self, job: Job, recovery: Recovery, prediction: Prediction | None = None) -> None:
-        """Begin another session of the log, also where its writer died, with rows that it lacks. Raises InputError."""
-        import numpy as np
-
-        from ..runlog import WORKERS, RunLog, locks_wanted
+        """Begin another session of the log, also where its writer died, and give the last one the rows that it lacks.
+        Raises InputError."""
+        from ..runlog import RunLog, locks_wanted
 
         ranks = job.width * job.config.depth
         attributes = {**self._attributes(job, ranks, prediction), **recovery.attributes}
         if self.log is not None:
-            self.log.go_on(recovery.told, attributes, ranks)
+            self.log.go_on(recovery.told, attributes, ranks, recovery.rows)
+            _plan(self.log, prediction)
         elif self._path is not None:
-            self._keep(RunLog.append(self._path, attributes, ranks, locking=locks_wanted(os.environ)), prediction)
-        if self.log is not None:
-            for row in recovery.rows:
-                self.log.step(row, np.full((ranks, len(WORKERS)), np.nan))
-            self.log.flush()
+            locking = locks_wanted(os.environ)
+            log = RunLog.append(self._path, attributes, ranks, locking=locking, before=recovery.rows)
+            self._keep(log, prediction)
 
     def _keep(self, log: RunLog, prediction: Prediction | None) -> None:
         self.log = self.stack.enter_context(log)
-        if prediction and prediction.spans:
-            log.plan(prediction.spans)
+        _plan(log, prediction)
 
     def _attributes(self, job: Job, ranks: int, prediction: Prediction | None) -> dict[str, Any]:
         from ..models import parameter_count
@@ -405,6 +403,11 @@ class _Desk:
         else:
             lines = [f"\n{recovery}", opening]
         print(*lines, sep="\n", flush=True)
+
+
+def _plan(log: RunLog, prediction: Prediction | None) -> None:
+    if prediction and prediction.spans:
+        log.plan(prediction.spans)
 
 
 def _refuse_folder(folder: Path, choice: Choice) -> None:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED, MPI.ERR_IN_STATUS}
 IDLE_NAP_S = 0.01
 NOBODY_DIED, NOTHING_FAILED = 1, 2  # the bits of what ranks agree on
+ALL_WELL = NOBODY_DIED | NOTHING_FAILED
 REMEDY = "start it by `mpirun --with-ft ulfm` of Open MPI 5, or set survive=none"
 
 
@@ -86,11 +87,13 @@ class Crew:
             self.comm.Revoke()
             abandon()
         found = self.agree(_bits(error))
+        if found == ALL_WELL:
+            return result
+        if error is None:  # others, or one who has died since
+            abandon()
         if not found & NOTHING_FAILED:
             raise error if isinstance(error, InputError) else RunFailed(_failure_told(error), on_all=True)
-        if not found & NOBODY_DIED:
-            raise Died("" if isinstance(error, MPI.Exception) else str(error or ""), saw_it)
-        return result
+        raise Died("" if isinstance(error, MPI.Exception) else str(error or ""), saw_it) from error
 
     def agree(self, word: int) -> int:
         """The bits that are set in all `word`s; only NOTHING_FAILED if somebody has died meanwhile. Collective."""
@@ -143,7 +146,7 @@ def _failure_told(error: BaseException | None) -> str:
 
 def _bits(error: BaseException | None) -> int:
     if error is None:
-        return NOBODY_DIED | NOTHING_FAILED
+        return ALL_WELL
     return NOBODY_DIED if _is_failure(error) else NOTHING_FAILED
 
 

@@ -20,12 +20,13 @@ class Grid:
     """`width` replicas of a pipeline group of `depth` workers: rank = replica * depth + worker.
 
     Owns its communicators; `close` frees them, after it has called what is in `closing`. Where it `survives`
-    the death of ranks, who waits by its `patience` revokes them all once somebody has revoked `comm`, which it is over.
+    the death of ranks, who waits by its `patience` revokes them all once somebody has revoked one that it `heeds`, such
+    as `comm`, which it is over.
     """
 
     def __init__(self, comm: Comm, depth: int, survives: bool = False):
         sharpen_timer()
-        self._over, self._heeds = comm, True
+        self.heeds = [comm]
         self.depth, self.width = depth, width_of(comm.size, depth)
         self.world: Comm = comm.Dup()
         self.replica, self.worker = divmod(comm.rank, depth)
@@ -84,12 +85,12 @@ class Grid:
     def revoke(self) -> None:
         """Let nobody wait on a communicator of this grid, for the dead or for one who has left for their sake: what is
         under way ends in an error on all ranks (ULFM). Not collective."""
-        self._heeds = False
-        for comm in (*self._comms, *self.others):
+        self.heeds.clear()
+        for comm in filter(None, (*self._comms, *self.others)):  # without those that are freed
             comm.Revoke()
 
     def _heed(self) -> None:
-        if self._heeds and self._over.Is_revoked():
+        if any(comm.Is_revoked() for comm in self.heeds):
             self.revoke()
 
     @property

@@ -15,7 +15,7 @@ from ..checkpoint import Checkpoint, Draft, LayerFile
 from ..errors import InputError, RunFailed, refusing
 from ..runlog import StepRow
 from ..runtime.agreement import agree
-from ..runtime.crew import Crew, Died
+from ..runtime.crew import ALL_WELL, Crew, Died
 from ..runtime.grid import Comm
 from ..runtime.handover import Handover, missing, transfers
 from ..runtime.state import LayerState
@@ -73,7 +73,7 @@ class Survival:
         self._built: Run | None = None  # one that does not stand yet, and what it is made of
         self._comm: Comm | None = None
         self._handover: Handover | None = None
-        self._saw, self._speaker = "", 0
+        self._saw, self._speaker, self._leads = "", 0, False
 
     def until_the_end(self) -> End:
         """How the last run ended. Raises RunFailed on all ranks."""
@@ -91,7 +91,7 @@ class Survival:
                 return ended or End("", code)
             except Died as died:
                 began_s = began_s if gone else time.monotonic()
-                self._saw = self._at(died.where) if died.saw_it else ""
+                self._saw = ("a recovery" if gone else self._at(died.where)) if died.saw_it else ""
                 gone = tuple(sorted((*gone, *self.crew.shrink())))
                 begin = partial(self._go_on, gone, began_s)
 
@@ -109,6 +109,7 @@ class Survival:
         """Build a run over those who have a seat. Collective over the crew."""
         self._comm = self.crew.seated(seats)
         if self._comm is not None:
+            self._leads |= self._comm.rank == 0
             with _failing() if recovery else nullcontext():
                 self._built = self.launch(self._comm, job, begun, recovery)
 
@@ -118,7 +119,10 @@ class Survival:
         return " of ".join(filter(None, (op, excuse))) or "between two steps"
 
     def _sail(self) -> End | None:
-        return self.run.run() if self.run else None
+        if self.run is None:
+            return None
+        self.run.grid.heeds.append(self.crew.comm)  # on which those who stand by find out that one of them has died
+        return self.run.run()
 
     def _abandon(self) -> None:
         if self.run and self._comm:
@@ -171,7 +175,7 @@ class Survival:
     def _standing(self) -> Standing:
         room_bytes, saw = self.room_bytes(), self._saw
         if self.run is None:
-            return Standing(room_bytes=room_bytes, saw=saw)
+            return Standing(room_bytes=room_bytes, saw=saw, leads=self._leads)
         pipeline, scale, saver = self.run.pipeline, self.run.pipeline.loss_scale, self.run.saver
         return Standing(
             seat=self.run.grid.world.rank,
@@ -182,6 +186,7 @@ class Survival:
             room_bytes=room_bytes,
             saw=saw,
             saved=(saver.newest_step, saver.newest) if saver else (-1, None),
+            leads=self._leads,
         )
 
     def _hand_over(self, left: Left, job: Job, recovery: Recovery) -> None:
@@ -221,12 +226,18 @@ class Survival:
 
     def _save(self, left: Left) -> End:
         """Write a checkpoint of what is whole, where those who are left have no layout. Collective."""
-        folder, standings = self.job.config.checkpoint, left.standings
-        many = f"{len(standings)} rank{'s' * (len(standings) > 1)}"
+        folder, ranks = self.job.config.checkpoint, len(left.standings)
+        many = f"{ranks} rank{'s' * (ranks > 1)}"
         why = f"{left.told}, and no layout fits on {many}: stopped after {left.done} steps"
         if folder is None:
             return End(f"{why}, nothing is saved: next time give checkpoint=FOLDER", 1)
-        draft, comm = Draft(folder, left.done), self.crew.comm
+        if left.saved[0] < left.done:
+            self._write(left, Draft(folder, left.done))
+        return End(f"{why}, saved in {folder}: go on by resume=auto", AGAIN)
+
+    def _write(self, left: Left, draft: Draft) -> None:
+        """A checkpoint, each of those who are left some layers of it. Collective."""
+        comm, standings = self.crew.comm, left.standings
         writers = {layer: rank for rank in reversed(range(len(standings))) for layer in standings[rank].layers}
 
         def write() -> dict[int, LayerFile]:
@@ -242,7 +253,6 @@ class Survival:
         with _failing():
             everyone = comm.allgather(agree(comm, write))
             agree(comm, lambda: commit({layer: file for of_rank in everyone for layer, file in of_rank.items()}))
-        return End(f"{why}, saved in {folder}: go on by resume=auto", AGAIN)
 
 
 @contextmanager
@@ -256,4 +266,4 @@ def _failing() -> Iterator[None]:
 
 def _coded(end: End | None) -> int:
     """An exit code beside the bits that say that all is well; without one, what leaves those of others as they are."""
-    return -1 if end is None else end.code << 2 | 3
+    return -1 if end is None else end.code << 2 | ALL_WELL

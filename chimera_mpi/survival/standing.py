@@ -23,6 +23,7 @@ class Standing(NamedTuple):
     room_bytes: float = 0.0  # for what it will hold beside this
     saw: str = ""  # what it was at, if it was waiting for the dead; others only heard of it
     saved: tuple[int, Path | None] = (-1, None)  # the last checkpoint, and the steps in it
+    leads: bool = False  # it has the log and the folder, also of a run that did not come to stand
 
     @property
     def reached(self) -> tuple[int, int]:
@@ -43,9 +44,9 @@ class Left(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Who had the first seat of those that are left."""
-        seats_of = [(standing.seat is None, standing.seat) for standing in self.standings]
-        return seats_of.index(min(seats_of))
+        """Who leads, or else had the first seat of those that are left."""
+        order = [(not standing.leads, standing.seat is None, standing.seat) for standing in self.standings]
+        return order.index(min(order))
 
     @property
     def last(self) -> Judged | None:
@@ -77,7 +78,7 @@ def layers_of(schedule: Schedule, cuts: Sequence[range], worker: int) -> Layers:
 
 def seats(standings: Sequence[Standing], wanted: Sequence[Layers]) -> list[int]:
     """Who takes which seat of a new run, to which `wanted` layers belong: who had it keeps it, or else one who has most
-    of its layers. Who had the first, with the log, keeps that in any case."""
+    of its layers. Who leads has the first in any case."""
     free = set(range(len(standings)))
     taken: dict[int, int] = {}
 
@@ -86,8 +87,8 @@ def seats(standings: Sequence[Standing], wanted: Sequence[Layers]) -> list[int]:
         free.remove(rank)
 
     for rank, standing in enumerate(standings):
-        seat = standing.seat
-        if seat is not None and seat < len(wanted) and (seat == 0 or wanted[seat] <= standing.layers):
+        seat = 0 if standing.leads else standing.seat
+        if seat is not None and seat < len(wanted) and (standing.leads or wanted[seat] <= standing.layers):
             take(seat, rank)
     for seat, layers in enumerate(wanted):
         if seat not in taken:

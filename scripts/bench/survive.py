@@ -58,7 +58,7 @@ PHASES = {
     "run": 2_000,  # ms
 }
 OF_RANK_0 = {"log", "flush", "commit"}
-RECOVERING = {"recover": 1, "hand_over": 2}  # of a second death, while the others recover from the first
+RECOVERING = {"recover": 1, "hand_over": 2, "handed_over": 1}  # of a second death, before the first is over
 
 
 @dataclass(frozen=True)

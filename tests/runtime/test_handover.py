@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,13 +15,15 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from chimera_mpi.checkpoint import found_in
 from chimera_mpi.config import Config
 from chimera_mpi.runtime.handover import Handover
 from chimera_mpi.runtime.waiting import Patience
+from chimera_mpi.stopping import AGAIN
 from chimera_mpi.survival import Survival
 from chimera_mpi.train import Run, plan_job
 
-from .test_resume import CORPUS, SMALL, STEPS, STOP
+from .test_resume import CORPUS, SMALL, STEPS, STOP, scratch
 
 PATIENCE = Patience(50e-6)
 ASKED = {**SMALL, "checkpoint_every": None, "dropout": 0.1, "message_limit_bytes": 100}
@@ -116,6 +119,23 @@ def test_those_who_stay_go_on_as_if_nothing_had_been(comm, name):
         assert survival._go_on(gone, time.monotonic()) is None
         if survival._built is not None:
             compare(finished(survival._built, losses), whole, to_the_bit=spares > 0)
+
+
+@pytest.mark.mpi(4)
+def test_a_checkpoint_that_is_there_is_not_written_again(comm):
+    job = plan_job(Config(**{**ASKED, **CHIMERA}), 2)
+    with scratch(comm) as folder:
+        job = replace(job, config=job.config.model_copy(update={"checkpoint": folder}))
+        run = begun_on(comm, job, {}, steps=1)
+        if run:
+            run.save(1, wait=True)
+            run.saver.close()
+        if comm.rank == 0:  # of two, and chimera needs two
+            note, room_bytes = (lambda job, recovery: None), (lambda: 1e9)
+            survival = Survival(Crew(MPI.COMM_SELF), job, launch, note, resumed=None, room_bytes=room_bytes, run=run)
+            end = survival._go_on((1,), time.monotonic())
+            assert (end.code, "stopped after 1 steps, saved in" in end.reason) == (AGAIN, True)
+            assert [path.name for path in found_in(folder)] == ["step-00000001"]
 
 
 def compare(found, whole, to_the_bit):

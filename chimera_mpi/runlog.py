@@ -33,6 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -694,15 +695,22 @@ class Run:
     plan_rows: NDArray[np.void]
     plan_sessions: NDArray[np.int16]  # which session made each of plan_rows
 
+    @cached_property
+    def rows_by_step(self) -> dict[int, NDArray[np.void]]:
+        """The rows of spans of each step that has some, in order."""
+        rows = self.span_rows[np.argsort(self.span_rows["step"], kind="stable")]
+        steps, firsts = np.unique(rows["step"], return_index=True)
+        return dict(zip(steps.tolist(), np.split(rows, firsts[1:]), strict=False))
+
     @property
     def sampled_steps(self) -> tuple[int, ...]:
         """The steps that have spans."""
-        return tuple(np.unique(self.span_rows["step"]).tolist())
+        return tuple(self.rows_by_step)
 
     def spans(self, step: int, replica: int = 0) -> tuple[Span, ...]:
         """What one replica did in a sampled step; empty for another."""
-        rows = self.span_rows
-        return array_spans(rows[(rows["step"] == step) & (rows["replica"] == replica)])
+        rows = self.rows_by_step.get(step, self.span_rows[:0])
+        return array_spans(rows[rows["replica"] == replica])
 
     def timeline(self, step: int, schedule: Schedule, replica: int = 0) -> Timeline:
         """The spans of a sampled step as the timeline of its schedule. Raises `InputError` if there are none."""

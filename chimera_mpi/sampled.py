@@ -11,7 +11,6 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import draw
 from .config import Config, Steps, checked, schedule_of
@@ -103,14 +102,14 @@ def timelines(run: Run, step: int) -> tuple[Timeline, ...]:
     before it logged the step, which another layout did again."""
     if not is_whole(run, step):
         return ()
-    layout, rows = layout_of_step(run, step), _spans(run)[step]
+    layout, rows = layout_of_step(run, step), run.rows_by_step[step]
     replicas = (rows[rows["replica"] == replica] for replica in range(layout.width))
     return tuple(Timeline(layout.plan.schedule, array_spans(of_one)) for of_one in replicas)
 
 
 def is_whole(run: Run, step: int) -> bool:
     """Whether a step that is in the log has a span of each op of its layout, and of nothing else."""
-    rows = _spans(run).get(step)
+    rows = run.rows_by_step.get(step)
     if rows is None:
         return False
     wanted = layout_of_step(run, step).wanted
@@ -154,7 +153,7 @@ def trace_of(run: Run, step: int | None = None) -> str:
 
 def _last(run: Run, numbers: Sequence[int], most_spans: int) -> Sequence[int]:
     """The last steps that have no more spans together, at least one."""
-    together = np.cumsum([len(_spans(run)[number]) for number in reversed(numbers)])
+    together = np.cumsum([len(run.rows_by_step[number]) for number in reversed(numbers)])
     return numbers[-max(int(np.searchsorted(together, most_spans, "right")), 1) :]
 
 
@@ -165,19 +164,12 @@ def _ends(run: Run, there: Sequence[int]) -> list[float]:
     for step in there:
         row = _row(run, step)
         with_it = slice(row + 1 - _layout_at(run, row).plan.steps, row)  # of a stream the spans are those of all
-        seconds[row] = max(seconds[row], _spans(run)[step]["end_s"].max() - seconds[with_it].sum())
+        seconds[row] = max(seconds[row], run.rows_by_step[step]["end_s"].max() - seconds[with_it].sum())
     return np.cumsum(seconds).tolist()
 
 
 def _with_spans(run: Run) -> list[int]:
-    return np.intersect1d(list(_spans(run)), run.steps["step"]).tolist()
-
-
-@lru_cache(maxsize=1)
-def _spans(run: Run) -> dict[int, NDArray[np.void]]:
-    """The rows of each sampled step, in whose order they were written."""
-    steps, firsts = np.unique(run.span_rows["step"], return_index=True)
-    return dict(zip(steps.tolist(), np.split(run.span_rows, firsts[1:]), strict=False))
+    return np.intersect1d(list(run.rows_by_step), run.steps["step"]).tolist()
 
 
 def _row(run: Run, step: int) -> int:

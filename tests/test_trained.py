@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from chimera_mpi.checkpoint import Draft, open_checkpoint, read_checkpoint
 from chimera_mpi.cli import main
-from chimera_mpi.commands.train import _beginning
+from chimera_mpi.commands._desk import beginning
 from chimera_mpi.config import load
 from chimera_mpi.data import BYTES, Batches, even_sizes, open_corpus, prepare
 from chimera_mpi.data.tokenizer import learn
@@ -399,8 +399,8 @@ def test_what_a_run_may_begin_with(trained):
     for key in ("hidden=48", "tied=false", "positions=17", "layers=3", "model=bert", "vocabulary=400"):
         with pytest.raises(InputError, match=f"start is of a run with {key.partition('=')[0]}="):
             check_resumed(start, job(key), mine)
-    assert _beginning(start, mine) == f"begins with the weights of {start.path}"
-    assert _beginning(start, bytes_) == (
+    assert beginning(start, mine) == f"begins with the weights of {start.path}"
+    assert beginning(start, bytes_) == (
         f"begins with the weights of {start.path}; its tokens are not those of {bytes_.path}: "
         f"prepare the data by --tokenizer {start.path}"
     )

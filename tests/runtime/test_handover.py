@@ -26,7 +26,7 @@ from chimera_mpi.train import Run, plan_job
 from .test_resume import CORPUS, SMALL, STEPS, STOP, scratch
 
 PATIENCE = Patience(50e-6)
-ASKED = {**SMALL, "checkpoint_every": None, "dropout": 0.1, "message_limit_bytes": 100}
+ASKED = {**SMALL, "checkpoint_every": None, "dropout": 0.1, "message_limit_bytes": 100, "watchdog_s": None}
 
 
 class Crew:

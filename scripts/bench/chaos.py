@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 from _bench import ROOT, mpiexec, save, show, started
+from _faults import OF_RANK_0, Fault
 
 from chimera_mpi.checkpoint import read_checkpoint
 from chimera_mpi.data import prepare
@@ -55,19 +56,6 @@ PHASES = {
     "close": 1,
     "clock": 12_000,  # ms
 }
-OF_RANK_0 = {"log", "flush", "commit"}
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A rank is killed at a call of a part of the program, or so many ms after its start."""
-
-    phase: str
-    call: int
-    rank: int
-
-    def __str__(self) -> str:
-        return f"{self.phase}:kill:{self.call}"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 from _bench import ROOT, mpiexec, save, show, started
+from _faults import OF_RANK_0, Fault
 
 from chimera_mpi.checkpoint import found_in, read_checkpoint
 from chimera_mpi.data import prepare
@@ -57,18 +58,7 @@ PHASES = {
     "commit": 3,
     "run": 2_000,  # ms
 }
-OF_RANK_0 = {"log", "flush", "commit"}
 RECOVERING = {"recover": 1, "hand_over": 2, "handed_over": 1}  # of a second death, before the first is over
-
-
-@dataclass(frozen=True)
-class Fault:
-    phase: str
-    call: int
-    rank: int
-
-    def __str__(self) -> str:
-        return f"{self.phase}:kill:{self.call}"
 
 
 @dataclass(frozen=True)

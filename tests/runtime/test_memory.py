@@ -85,9 +85,11 @@ def model_of(case, work, recompute=Recompute(), sharded=False) -> Memory:
 
 
 def check(comm, schedule, shape=WIDE, precision="fp32", recompute=Recompute(), sharded=False):
+    """The model counts every message that there may be; one of them may come after the peak, or be gone before it."""
     found, case = held(comm, schedule, shape, precision, recompute=recompute, sharded=sharded)
     expected = model_of(case, work_of(shape, precision), recompute, sharded)
-    assert found.peak_bytes == pytest.approx(expected.total_bytes, rel=0.05), (found, expected)
+    least, most = expected.total_bytes - BOUNDARY_BYTES, expected.total_bytes
+    assert 0.95 * least <= found.peak_bytes <= 1.05 * most, (found, expected)
     for_ever = expected.weights_bytes + expected.masters_bytes + expected.gradients_bytes + expected.state_bytes
     assert found.left_bytes == pytest.approx(for_ever, rel=0.001, abs=BOUNDARY_BYTES), (found, expected)
 

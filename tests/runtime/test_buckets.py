@@ -33,8 +33,8 @@ def test_small_buckets_of_shares_change_nothing(comm, schedule):
 @pytest.mark.parametrize("frozen_layers", [(), (2, 3)], ids=str)
 def test_data_parallelism(comm, recompute, frozen_layers):
     """Depth 1: all layers on each rank, tied ones among them."""
+    model = frozen(tiny(tied=True), frozen_layers)
     for micro_batches, sharded in ((1, False), (3, False), (3, True)):
-        model = frozen(tiny(tied=True), frozen_layers)
         Case(
             comm, build("1f1b", 1, micro_batches), model, bucket_bytes=SMALL, recompute=recompute, sharded=sharded
         ).run()

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .draw.look import ASCII, NAMES, clock, duration, figure, percent
 from .runlog import Run
-from .sampled import Layout, layout_of, layout_of_step, newest
+from .sampled import Start, newest, start_of_step, starts_of
 from .schedule import Kind, Op, needs
 from .timeline import Timeline, Wait
 
@@ -106,19 +106,20 @@ class View:
 def view_of(run: Run, now: datetime, changed: datetime, writer: Writer) -> View:
     """What a log held when it was read, which had grown last when it had `changed`. Raises InputError if its
     configuration is none that this version knows."""
-    layout, steps, last = layout_of(run), run.steps, newest(run)
+    start, steps, last = starts_of(run)[-1], run.steps, newest(run)
+    _ = start.plan  # refused now, not when a step has been sampled
     recent = _recent(run)
     step_s = _mean(steps["seconds"][recent])
     done = int(steps["step"][-1]) + 1 if len(steps["step"]) else 0
     state = _state(run, step_s, (now - changed).total_seconds(), writer)
     return View(
         path=str(run.path),
-        what=tuple(_what(run, layout)),
+        what=tuple(_what(run, start)),
         state=state,
         status=_status(state, run, now, changed, writer),
         done=done,
-        steps=layout.config.steps,
-        left_s=(layout.config.steps - done) * step_s,
+        steps=start.config.steps,
+        left_s=(start.config.steps - done) * step_s,
         losses=steps["loss"],
         grad_norm=_last(steps["grad_norm"]),
         learning_rate=_last(steps["learning_rate"]),
@@ -128,9 +129,9 @@ def view_of(run: Run, now: datetime, changed: datetime, writer: Writer) -> View:
         bubble=_mean(steps["bubble_ratio"][recent]),
         validation=tuple(zip(run.evaluations["step"].tolist(), run.evaluations["loss"].tolist(), strict=True)),
         skipped=tuple(steps["step"][steps["skipped"]].tolist()),
-        checkpoints=_checkpoints(layout),
+        checkpoints=_checkpoints(start),
         sessions=tuple(_told(run, number, now) for number in range(1, len(run.sessions) + 1)),
-        workers=tuple(_workers(run, layout, recent, step_s, _blamed(run, layout, last))),
+        workers=tuple(_workers(run, start, recent, step_s, _blamed(run, start, last))),
         sampled=last[0] if last else None,
     )
 
@@ -168,31 +169,31 @@ def _cause(
 
 
 def _workers(
-    run: Run, layout: Layout, recent: NDArray[np.intp], step_s: float, blamed: Mapping[Rank, Mapping[Cause, float]]
+    run: Run, start: Start, recent: NDArray[np.intp], step_s: float, blamed: Mapping[Rank, Mapping[Cause, float]]
 ) -> Iterator[WorkerView]:
     if not len(recent):
         return
-    ranks = layout.width * layout.depth
+    ranks = start.width * start.depth
     shares = (
         run.workers[name][recent, :ranks].mean(axis=0) / step_s
         for name in ("compute_s", "wait_s", "allreduce_wait_s", "update_s")
     )
     rows = np.stack([*shares, run.workers["peak_bytes"][recent[-1], :ranks]], axis=1).tolist()
     for number, (compute, wait, allreduce, update, peak_bytes) in enumerate(rows):
-        rank = Rank(*divmod(number, layout.depth))
+        rank = Rank(*divmod(number, start.depth))
         causes = blamed.get(rank, {})
         most = max(causes, key=causes.__getitem__, default=None)
         share = causes[most] / sum(causes.values()) if most else 0.0
         yield WorkerView(rank, compute, wait, allreduce, update, peak_bytes, most, share)
 
 
-def _blamed(run: Run, layout: Layout, last: tuple[int, tuple[Timeline, ...]] | None) -> dict[Rank, dict[Cause, float]]:
-    """By the last sampled step, if it was done in this layout."""
+def _blamed(run: Run, start: Start, last: tuple[int, tuple[Timeline, ...]] | None) -> dict[Rank, dict[Cause, float]]:
+    """By the last sampled step, if it was done in the same layout."""
     if last is None:
         return {}
     step, replicas = last
-    then = layout_of_step(run, step)
-    return blames(replicas) if (then.width, then.depth) == (layout.width, layout.depth) else {}
+    then = start_of_step(run, step)
+    return blames(replicas) if (then.width, then.depth) == (start.width, start.depth) else {}
 
 
 def _recent(run: Run) -> NDArray[np.intp]:
@@ -242,17 +243,17 @@ def _alive(writer: Writer) -> str:
     return f"{writer.name} lives" if writer.lives else f"whether {writer.name} lives cannot be seen from here"
 
 
-def _what(run: Run, layout: Layout) -> Iterator[str]:
-    config = layout.config
+def _what(run: Run, start: Start) -> Iterator[str]:
+    config = start.config
     yield f"{config.model} with {config.scheme}"
-    yield f"depth {layout.depth} x width {layout.width}"
+    yield f"depth {start.depth} x width {start.width}"
     yield f"{config.micro_batches} micro-batches"
     if samples := run.attributes.get("mini_batch_size"):
         yield f"{samples} samples a step"
 
 
-def _checkpoints(layout: Layout) -> str:
-    config = layout.config
+def _checkpoints(start: Start) -> str:
+    config = start.config
     if config.checkpoint is None:
         return "none"
     every = f"every {config.checkpoint_every} steps and at the end" if config.checkpoint_every else "at the end"

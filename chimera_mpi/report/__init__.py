@@ -7,7 +7,7 @@ from .. import config
 from ..predict import Costs
 from ..runlog import Run
 from .one import Report, deaths, report_of, summary
-from .part import Part, Start, part_of, starts_of
+from .part import Part, part_of
 from .several import Comparison, compared
 from .steps import Sampled, Steps
 
@@ -16,7 +16,6 @@ __all__ = [
     "Part",
     "Report",
     "Sampled",
-    "Start",
     "Steps",
     "compared",
     "config_of",
@@ -25,7 +24,6 @@ __all__ = [
     "part_of",
     "plan_of",
     "report_of",
-    "starts_of",
     "steps_of",
     "summary",
 ]

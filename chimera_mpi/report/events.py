@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..runlog import Run
-from .part import starts_of
+from ..sampled import starts_of
 
 _STEPS = ("grad_norm", "learning_rate", "seconds", "samples_per_s", "tokens_per_s", "flops_per_s", "bubble_ratio")
 _WORKERS = ("compute_s", "wait_s", "allreduce_wait_s", "update_s", "peak_bytes")

@@ -18,7 +18,8 @@ from ..draw.look import clock, duration, figure, percent, unit_of
 from ..draw.table import Table, table_text
 from ..errors import InputError
 from ..runlog import Run
-from .part import INCIDENTAL, LEARNING, SHAPE, Part, Start, differing, part_of, starts_of, without
+from ..sampled import Start, starts_of
+from .part import INCIDENTAL, LEARNING, SHAPE, Part, check_training, differing, part_of, without
 from .stats import Interval, over_blocks
 from .steps import Bubble, Sampled, Steps, mean
 
@@ -398,7 +399,7 @@ class Report:
 def report_of(run: Run, session: int | None = None) -> Report:
     """Raises InputError if there is no such session, or if the log is none of a training."""
     made = Report(part_of(run, session))
-    _ = made.start.config
+    check_training(made.start)
     return made
 
 

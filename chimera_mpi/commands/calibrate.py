@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..draw.chart import chart_svg
+from ..draw.chart_svg import chart_svg
 from ..errors import InputError
 from ..host import keep_freed_memory
 from ..predict.calibrated import (

@@ -20,7 +20,9 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import draw
-from ..draw.chart import Drawn, chart_svg, chart_text
+from ..draw.chart import Drawn
+from ..draw.chart_svg import chart_svg
+from ..draw.chart_text import chart_text
 from ..draw.look import ASCII
 from ..draw.table import Table, table_text
 from ..errors import InputError

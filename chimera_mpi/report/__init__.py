@@ -6,8 +6,9 @@ from __future__ import annotations
 from .. import config
 from ..predict import Costs
 from ..runlog import Run
-from .one import Report, deaths, report_of, summary
+from .one import Report, report_of, summary
 from .part import Part, part_of
+from .sessions import deaths
 from .several import Comparison, compared
 from .steps import Sampled, Steps
 

@@ -1,4 +1,4 @@
-"""The sampled steps of a run as timelines, of the schedules that its sessions carried out."""
+"""The sessions of a run, and its sampled steps as timelines of the schedules that these carried out."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import draw
 from .config import Config, Steps, checked, schedule_of
 from .draw import SampledStep
 from .errors import InputError
 from .predict.partition import by_thirds
-from .runlog import Run, array_spans
+from .runlog import Run, Session, array_spans
 from .schedule import STREAMS
 from .timeline import Timeline
 
@@ -26,75 +27,113 @@ WHAT = ["replica", "worker", "kind", "pipe", "stage", "index"]
 FIGURES = ("loss", "grad_norm", "learning_rate", "samples_per_s", "bubble_ratio")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What a session was asked for, in so many replicas, and the schedule that each of them carried out."""
+@dataclass(frozen=True, eq=False)
+class Start:
+    """A session of a run: what the job was when it started."""
 
-    config: Config
-    width: int
-    plan: Steps
+    run: Run
+    number: int
+
+    @property
+    def session(self) -> Session:
+        return self.run.sessions[self.number]
+
+    @cached_property
+    def attributes(self) -> dict[str, Any]:
+        """What the session was given; what an older log did not write down of it, the run as a whole was."""
+        return {**self.run.attributes, **self.session.attributes}
+
+    @cached_property
+    def keys(self) -> dict[str, Any]:
+        """The configuration as it was written down."""
+        found = json.loads(str(self.attributes.get("config", "{}")))
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def config(self) -> Config:
+        """Keys that this version does not know are passed over. Raises InputError."""
+        if "config" not in self.attributes:
+            raise InputError(f"{self.run.path} says nothing of what was trained: is it the log of chimera-mpi train?")
+        with self._reading():
+            return _asked(self.attributes["config"])
+
+    @property
+    def ranks(self) -> int:
+        return self.session.ranks
 
     @property
     def depth(self) -> int:
         return self.config.depth
 
+    @property
+    def width(self) -> int:
+        return int(self.attributes.get("width", 1))
+
     @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """Each once."""
+        return tuple(dict.fromkeys(json.loads(str(self.attributes.get("hosts", "[]"))) or [self.session.host]))
+
+    @property
+    def plan(self) -> Steps:
+        """The schedule that each replica carried out. Raises InputError if this program does not know the scheme."""
+        with self._reading():
+            return _plan(*self._planned_by)
+
+    @property
     def wanted(self) -> frozenset[tuple[Any, ...]]:
         """What there is a span of in a sampled step, by the columns `WHAT`."""
-        return frozenset(
-            (replica, worker, op.kind.value.encode(), op.pipe, op.stage, op.index)
-            for replica in range(self.width)
-            for worker, order in enumerate(self.plan.schedule.orders)
-            for op in order
-        )
+        with self._reading():
+            return _wanted(self.width, *self._planned_by)
+
+    @cached_property
+    def rows(self) -> NDArray[np.intp]:
+        """Where its steps are in the log."""
+        return np.flatnonzero(self.run.steps["session"] == self.number)
+
+    @cached_property
+    def _planned_by(self) -> tuple[str, str, int]:
+        """Configuration, costs of the stages, and the steps that were done, where these count."""
+        done = max(self.session.first_step, 0) if self.config.scheme in STREAMS else 0
+        return self.attributes["config"], self.attributes.get("stage_costs", "[]"), done
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except InputError as error:
+            raise InputError(f"{self.run.path}: its configuration cannot be read: {error}") from None
 
 
-def given_to(run: Run, session: int = -1) -> dict[str, Any]:
-    """What a session was given; what an older log did not write down of it, the run as a whole was."""
-    return {**run.attributes, **run.sessions[session].attributes}
+def starts_of(run: Run) -> list[Start]:
+    return [Start(run, number) for number in range(len(run.sessions))]
 
 
-def asked_of(run: Run, session: int = -1) -> Config:
-    """The configuration of a session, by default the last: a run may be resumed with another. Raises InputError."""
-    given = given_to(run, session)
-    if "config" not in given:
-        raise InputError(f"{run.path} says nothing of what was trained: is it the log of chimera-mpi train?")
-    with _read_from(run):
-        return _asked(given["config"])
-
-
-def layout_of(run: Run, session: int = -1) -> Layout:
-    """That of a session, by default the last. Raises InputError."""
-    asked, given = asked_of(run, session), given_to(run, session)
-    done = max(run.sessions[session].first_step, 0) if asked.scheme in STREAMS else 0
-    with _read_from(run):
-        return _layout(given["config"], given.get("stage_costs", "[]"), int(given.get("width", 1)), done)
-
-
-@contextmanager
-def _read_from(run: Run) -> Iterator[None]:
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{run.path}: its configuration cannot be read: {error}") from None
+def start_of_step(run: Run, step: int) -> Start:
+    """Of the session that did a step which is in the log."""
+    return _start_at(run, _row(run, step))
 
 
 @lru_cache(maxsize=16)
 def _asked(config: str) -> Config:
-    """Keys that this version does not know are passed over."""
     return checked({key: value for key, value in json.loads(config).items() if key in Config.model_fields})
 
 
 @lru_cache(maxsize=16)
-def _layout(config: str, costs: str, width: int, done: int) -> Layout:
+def _plan(config: str, costs: str, done: int) -> Steps:
     asked = _asked(config)
     ordered_by = None if asked.order == "drawn" else by_thirds(json.loads(costs), asked.recompute != "none")
-    return Layout(asked, width, schedule_of(asked, ordered_by, done))
+    return schedule_of(asked, ordered_by, done)
 
 
-def layout_of_step(run: Run, step: int) -> Layout:
-    """That of the session that did a step which is in the log."""
-    return _layout_at(run, _row(run, step))
+@lru_cache(maxsize=16)
+def _wanted(width: int, config: str, costs: str, done: int) -> frozenset[tuple[Any, ...]]:
+    return frozenset(
+        (replica, worker, op.kind.value.encode(), op.pipe, op.stage, op.index)
+        for replica in range(width)
+        for worker, order in enumerate(_plan(config, costs, done).schedule.orders)
+        for op in order
+    )
 
 
 def timelines(run: Run, step: int) -> tuple[Timeline, ...]:
@@ -102,17 +141,17 @@ def timelines(run: Run, step: int) -> tuple[Timeline, ...]:
     before it logged the step, which another layout did again."""
     if not is_whole(run, step):
         return ()
-    layout, rows = layout_of_step(run, step), run.rows_by_step[step]
-    replicas = (rows[rows["replica"] == replica] for replica in range(layout.width))
-    return tuple(Timeline(layout.plan.schedule, array_spans(of_one)) for of_one in replicas)
+    start, rows = start_of_step(run, step), run.rows_by_step[step]
+    replicas = (rows[rows["replica"] == replica] for replica in range(start.width))
+    return tuple(Timeline(start.plan.schedule, array_spans(of_one)) for of_one in replicas)
 
 
 def is_whole(run: Run, step: int) -> bool:
-    """Whether a step that is in the log has a span of each op of its layout, and of nothing else."""
+    """Whether a step that is in the log has a span of each op of its schedule, and of nothing else."""
     rows = run.rows_by_step.get(step)
     if rows is None:
         return False
-    wanted = layout_of_step(run, step).wanted
+    wanted = start_of_step(run, step).wanted
     return len(rows) == len(wanted) and wanted.issuperset(rows[WHAT].tolist())
 
 
@@ -135,12 +174,12 @@ def sampled(run: Run, step: int | None = None, most_spans: int = MOST_SPANS) -> 
     wanted = _last(run, numbers, most_spans) if step is None else [step]
     there = {number: found for number in wanted if (found := timelines(run, number))}
     if not there:
-        every = layout_of(run).config.spans_every
+        every = starts_of(run)[-1].config.spans_every
         raise InputError(f"{run.path} has no spans yet: those of every {every} steps are logged, see spans_every=")
     ends_s = _ends(run, numbers)
     for number, replicas in there.items():
         row = _row(run, number)
-        before = row - _layout_at(run, row).plan.steps
+        before = row - _start_at(run, row).plan.steps
         figures = {name: float(run.steps[name][row]) for name in FIGURES}
         finite = {name: value for name, value in figures.items() if isfinite(value)}
         yield SampledStep(number, ends_s[before] if before >= 0 else 0.0, ends_s[row], replicas, finite)
@@ -163,7 +202,7 @@ def _ends(run: Run, there: Sequence[int]) -> list[float]:
     seconds = run.steps["seconds"].astype(np.float64)
     for step in there:
         row = _row(run, step)
-        with_it = slice(row + 1 - _layout_at(run, row).plan.steps, row)  # of a stream the spans are those of all
+        with_it = slice(row + 1 - _start_at(run, row).plan.steps, row)  # of a stream the spans are those of all
         seconds[row] = max(seconds[row], run.rows_by_step[step]["end_s"].max() - seconds[with_it].sum())
     return np.cumsum(seconds).tolist()
 
@@ -176,5 +215,5 @@ def _row(run: Run, step: int) -> int:
     return int(np.searchsorted(run.steps["step"], step))
 
 
-def _layout_at(run: Run, row: int) -> Layout:
-    return layout_of(run, int(run.steps["session"][row]))
+def _start_at(run: Run, row: int) -> Start:
+    return Start(run, int(run.steps["session"][row]))

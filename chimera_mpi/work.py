@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import Config
 from .errors import refusing
-from .predict.work import Work, bert_work, gpt_work, work_in
+from .predict.work import Transformer, Work, bert_work, gpt_work, work_in
 
 if TYPE_CHECKING:
     from .models import Model
@@ -28,7 +28,8 @@ def work_of(config: Config, device: str | None = None, fused: bool | None = None
     )
     if device is None:
         device = "cuda" if config.device == "cuda" else "cpu"
-    return (gpt_work if config.model == "gpt" else bert_work)(**shape, device=device, fused=fused)
+    model = Transformer(**shape, device=device, fused=fused)
+    return gpt_work(model) if config.model == "gpt" else bert_work(model)
 
 
 def _of_user(config: Config) -> Work:

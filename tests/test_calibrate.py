@@ -14,7 +14,7 @@ from chimera_mpi.cli import main
 from chimera_mpi.commands._calibrated import charts, doubts, summary
 from chimera_mpi.commands.calibrate import effort, measure
 from chimera_mpi.config import load
-from chimera_mpi.draw.chart import chart_svg
+from chimera_mpi.draw.chart_svg import chart_svg
 from chimera_mpi.predict.calibrated import (
     ASSUMED_LINK,
     DEVICE,

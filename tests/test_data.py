@@ -20,6 +20,7 @@ from chimera_mpi.data import (
     VOCABULARY,
     Batches,
     MaskedBatches,
+    Rules,
     even_sizes,
     open_corpus,
     preparation,
@@ -52,7 +53,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def token_file(folder, tmp_path_factory):
     output = tmp_path_factory.mktemp("corpus") / "tokens.h5"
-    prepare(output, [folder], seed=3)
+    prepare(output, [folder], Rules(seed=3))
     return output
 
 
@@ -91,9 +92,9 @@ def test_the_same_input_gives_the_same_file(folder, token_file, tmp_path):
     for path in moved.rglob("*.txt"):
         os.utime(path, (1, 1))
     again = tmp_path / "again.h5"
-    prepare(again, [moved], seed=3)
+    prepare(again, [moved], Rules(seed=3))
     assert again.read_bytes() == token_file.read_bytes()
-    prepare(tmp_path / "other.h5", [folder], seed=4)
+    prepare(tmp_path / "other.h5", [folder], Rules(seed=4))
     assert documents_of(tmp_path / "other.h5", "validation").keys() != documents_of(token_file, "validation").keys()
 
 
@@ -122,7 +123,7 @@ def test_a_text_alone_is_cut_in_two(tmp_path):
 
 
 def test_without_a_validation_part(folder, tmp_path):
-    prepared = prepare(tmp_path / "all.h5", [folder], validation_fraction=0)
+    prepared = prepare(tmp_path / "all.h5", [folder], Rules(validation_fraction=0))
     assert prepared.validation_tokens == 0
     assert open_corpus(prepared.path, "train", 16).samples > 100
     with pytest.raises(InputError, match="0 validation tokens"):
@@ -149,9 +150,8 @@ def test_python_itself_is_a_corpus_of_several_megabytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("rules", "message"),
     [
-        ({"sources": [Path("/no/such")]}, "/no/such is neither"),
         ({"validation_fraction": 1.0}, "validation_fraction=1.0"),
         ({"seed": -1}, "seed=-1 is not in"),
         ({"seed": 2**63}, "seed=9223372036854775808 is not in"),
@@ -159,9 +159,15 @@ def test_python_itself_is_a_corpus_of_several_megabytes(tmp_path):
         ({"suffixes": [".tex"]}, "no text in .*texts.*\\.tex"),
     ],
 )
-def test_prepare_refuses_and_leaves_nothing(folder, tmp_path, arguments, message):
+def test_prepare_refuses_and_leaves_nothing(folder, tmp_path, rules, message):
     with pytest.raises(InputError, match=message):
-        prepare(tmp_path / "x.h5", **{"sources": [folder], **arguments})
+        prepare(tmp_path / "x.h5", [folder], Rules(**rules))
+    assert not list(tmp_path.iterdir())
+
+
+def test_prepare_refuses_what_is_not_there(tmp_path):
+    with pytest.raises(InputError, match="/no/such is neither"):
+        prepare(tmp_path / "x.h5", [Path("/no/such")])
     assert not list(tmp_path.iterdir())
 
 

@@ -9,29 +9,14 @@ from pathlib import Path
 import launch
 import numpy as np
 import pytest
+import small
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster import network
 
-from chimera_mpi.data import prepare
 from chimera_mpi.runlog import read_run
 
-ROOT = Path(__file__).parent.parent
-SMALL = """
-layers = 6
-hidden = 128
-heads = 2
-positions = 16
-sequence_length = 16
-precision = "fp64"
-mini_batch_size = 12
-warmup_steps = 2
-steps = 4
-eval_every = 4
-spin_s = 5e-5
-scheme = "chimera"
-data = "corpus.h5"
-"""
+FOUR_STEPS = {"steps": 4, "eval_every": 4, "hidden": 128, "precision": "fp64", "scheme": "chimera", "spin_s": 5e-5}
 pytestmark = [
     pytest.mark.skipif(bool(network.why_not()), reason=str(network.why_not())),
     pytest.mark.skipif("--oversubscribe" in launch.mpiexec(), reason="hydra's remote shell is MPICH's"),
@@ -41,10 +26,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("network")
-    prepare(folder / "corpus.h5", [ROOT / "data" / "pipelines.txt"])
-    (folder / "small.toml").write_text(SMALL)
-    return folder
+    return small.write(tmp_path_factory.mktemp("network"), **FOUR_STEPS)
 
 
 @pytest.fixture(scope="module")

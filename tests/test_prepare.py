@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from chimera_mpi.cli import main
-from chimera_mpi.data import BYTES, PARTS, MaskedBatches, corpus, open_corpus, prepare, sources, spool, tokenizer
+from chimera_mpi.data import BYTES, PARTS, MaskedBatches, Rules, corpus, open_corpus, prepare, sources, spool, tokenizer
 from chimera_mpi.data.sources import Broken, Utf8
 from chimera_mpi.data.tokenizer import from_json, learn, pieces
 from chimera_mpi.errors import InputError
@@ -93,7 +93,7 @@ def test_any_name_will_do(folder, tmp_path, name):
 
 def test_another_field(folder, tmp_path):
     lines(folder / "f.jsonl", "of no use", body="of use")
-    made = prepare(tmp_path / "x.h5", [folder / "f.jsonl", folder / "deep" / "c.jsonl"], field="body")
+    made = prepare(tmp_path / "x.h5", [folder / "f.jsonl", folder / "deep" / "c.jsonl"], Rules(field="body"))
     assert set(texts_of(made.path).values()) == {"of use", "no"}
     assert made.left_out["duplicate"] == 3
 
@@ -169,20 +169,20 @@ def test_bytes_that_are_no_text_stay_so_in_json_lines(tmp_path):
     """As they stand in a line, each of those that may, and half a pair that an escape spells."""
     wild = bytes(range(0x80, 0x100)) + b" \xe2\x82 \xf0\x9f\x98 " + "é€😀".encode()  # begun, each is one place
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "' + wild + b'\\udc00 end"}\n')
-    made = prepare(tmp_path / "x.h5", [tmp_path / "x.jsonl"], validation_fraction=0)
+    made = prepare(tmp_path / "x.h5", [tmp_path / "x.jsonl"], Rules(validation_fraction=0))
     wanted = (wild + b"\xed\xb0\x80 end").decode(errors="replace")
     assert "".join(texts_of(made.path).values()) == wanted and made.broken == wanted.count("\ufffd")
 
 
 def test_broken_documents_are_left_out_without_a_trace(folder, tmp_path):
     (folder / "00.txt").write_bytes(b"x" * 3_000_000 + b"\xff")
-    made = prepare(tmp_path / "x.h5", [folder], errors="skip")
+    made = prepare(tmp_path / "x.h5", [folder], Rules(errors="skip"))
     assert made.left_out == {"empty": 1, "duplicate": 0, "not UTF-8": 2} and made.broken == 0
     assert texts_of(made.path) == {name: t for name, t in EVERY_TEXT.items() if name != "texts/deep/c.jsonl:4"}
     with pytest.raises(InputError, match=r"texts/00\.txt is not UTF-8 at byte 3000000: try --errors replace or skip"):
-        prepare(tmp_path / "y.h5", [folder], errors="strict")
+        prepare(tmp_path / "y.h5", [folder], Rules(errors="strict"))
     with pytest.raises(InputError, match=r"errors=ignore is no rule .* replace, skip, strict"):
-        prepare(tmp_path / "y.h5", [folder], errors="ignore")
+        prepare(tmp_path / "y.h5", [folder], Rules(errors="ignore"))
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_tokens_are_the_text(asked, bpe, folder, tmp_path):
     given = tmp_path / "tokenizer.json"
     given.write_text(bpe.json)
     (folder / "special.txt").write_text(f"a text that spells {END} is a text")
-    made = prepare(tmp_path / "x.h5", [folder], tokenizer=str(given) if asked == "given" else asked)
+    made = prepare(tmp_path / "x.h5", [folder], Rules(tokenizer=str(given) if asked == "given" else asked))
     assert texts_of(made.path) == {**EVERY_TEXT, "texts/special.txt": f"a text that spells {END} is a text"}
     opened = open_corpus(made.path, "train", 4)
     assert opened.tokenizer.json == {"byte": None, "given": bpe.json}.get(asked, opened.tokenizer.json)
@@ -237,7 +237,7 @@ def test_tokens_are_the_text(asked, bpe, folder, tmp_path):
 
 
 def test_a_text_alone_is_cut_in_tokens(bpe, tmp_path):
-    made = prepare(tmp_path / "x.h5", [TEXT], tokenizer="bpe:300")
+    made = prepare(tmp_path / "x.h5", [TEXT], Rules(tokenizer="bpe:300"))
     assert "".join(texts_of(made.path).values()) == WORDS
     assert made.validation_tokens / made.train_tokens == pytest.approx(1 / 9, rel=0.02)
 
@@ -260,7 +260,7 @@ def test_tokens_have_the_smallest_type_with_room(tmp_path, last, dtype):
     (tmp_path / "t.json").write_text(words_json({"a": 0, "b": last}, "</s>").replace(f'"</s>": {2}', '"</s>": 1'))
     for number in range(9):
         (tmp_path / f"{number}.txt").write_text("a b b a b" + " a" * number)
-    made = prepare(tmp_path / "x.h5", [tmp_path], tokenizer=str(tmp_path / "t.json"))
+    made = prepare(tmp_path / "x.h5", [tmp_path], Rules(tokenizer=str(tmp_path / "t.json")))
     opened = open_corpus(made.path, "train", 2)
     assert (opened.tokens.dtype, opened.vocabulary) == (np.dtype(dtype), last + 1)
     name = f"{tmp_path.name}/0.txt"
@@ -273,7 +273,7 @@ def test_a_given_one_is_refused_by_what_is_wrong(tmp_path):
 
     def refused(message, asked=str(path), **more):
         with pytest.raises(InputError, match=message) as error:
-            prepare(tmp_path / "x.h5", [text], tokenizer=asked, **more)
+            prepare(tmp_path / "x.h5", [text], Rules(tokenizer=asked, **more))
         assert "\n" not in str(error.value) and not (tmp_path / "x.h5").exists()
 
     refused(r"there is no tokenizer .*t\.json: give byte, bpe:SIZE or a tokenizer\.json")
@@ -286,10 +286,10 @@ def test_a_given_one_is_refused_by_what_is_wrong(tmp_path):
     refused(r"t\.json has no token <\|endoftext\|> or .*: name the one that closes a document by --end-token")
     refused(r"t\.json has no token halt:", end_name="halt")
     pytest.importorskip("tokenizers")
-    assert prepare(tmp_path / "x.h5", [text], tokenizer=str(path), end_name="stop").vocabulary == 2
+    assert prepare(tmp_path / "x.h5", [text], Rules(tokenizer=str(path), end_name="stop")).vocabulary == 2
     path.write_text(words_json({"a": 0}, "</s>").replace("WordLevel", "Hieroglyphs"))
     with pytest.raises(InputError, match=r"the tokenizer\.json cannot be loaded"):
-        prepare(tmp_path / "y.h5", [text], tokenizer=str(path))
+        prepare(tmp_path / "y.h5", [text], Rules(tokenizer=str(path)))
 
 
 def test_without_the_library_one_line_says_how_to_get_it(tmp_path, monkeypatch, capsys):
@@ -304,7 +304,7 @@ def test_without_the_library_one_line_says_how_to_get_it(tmp_path, monkeypatch, 
 
 def test_training_reads_tokens_without_the_library(tmp_path):
     pytest.importorskip("tokenizers")
-    made = prepare(tmp_path / "x.h5", [TEXT], tokenizer="bpe:300")
+    made = prepare(tmp_path / "x.h5", [TEXT], Rules(tokenizer="bpe:300"))
     code = (
         f"import sys; sys.modules['tokenizers'] = None\nfrom chimera_mpi.data import *; from pathlib import Path\n"
         f"print(open_corpus(Path({str(made.path)!r}), 'train', 8).sample([0])[0].shape)"
@@ -334,7 +334,7 @@ def test_a_large_corpus_is_sampled_for_its_vocabulary(tmp_path, monkeypatch):
         "chimera_mpi.data.preparation.learn", lambda size, texts: (seen.extend(texts), learn(size, seen))[1]
     )
     (tmp_path / "a.txt").write_text(WORDS * (1 + 20_000 // len(WORDS)))
-    prepare(tmp_path / "x.h5", [tmp_path / "a.txt"], tokenizer="bpe:300")
+    prepare(tmp_path / "x.h5", [tmp_path / "a.txt"], Rules(tokenizer="bpe:300"))
     assert 2000 < sum(map(len, seen)) <= 4500
 
 
@@ -345,7 +345,7 @@ def test_berts_own_tokens_are_those_of_the_tokenizer(tmp_path):
         words_json({name: n for n, name in enumerate(names)}, "x").replace('"a"}', '"[UNK]"}')
     )
     (tmp_path / "a.txt").write_text(" ".join(random.Random(0).choices("abcdefgh", k=900)))
-    made = prepare(tmp_path / "x.h5", [tmp_path / "a.txt"], tokenizer=str(tmp_path / "t.json"))
+    made = prepare(tmp_path / "x.h5", [tmp_path / "a.txt"], Rules(tokenizer=str(tmp_path / "t.json")))
     opened = open_corpus(made.path, "train", 16)
     assert opened.specials == (2, 3, 4, 0) and opened.vocabulary_with_specials == opened.vocabulary == 14
     (ids, *_), (words, _) = MaskedBatches(opened, (200,)).micro_batch(0, 0)
@@ -362,7 +362,7 @@ def test_a_file_from_before_there_were_tokenizers_opens(tmp_path):
 
 
 def test_a_damaged_tokenizer_is_refused(bpe, tmp_path):
-    made = prepare(tmp_path / "x.h5", [TEXT], tokenizer="bpe:300")
+    made = prepare(tmp_path / "x.h5", [TEXT], Rules(tokenizer="bpe:300"))
     with h5py.File(made.path, "r+") as file:
         file[corpus.TOKENIZER][100] ^= 1
     with pytest.raises(InputError, match="not a whole token file"):
@@ -420,7 +420,7 @@ def die(self, document, errors):
             file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 spool.Spool._add = die
-preparation.prepare(Path(output), [Path(many)], tokenizer=asked)
+preparation.prepare(Path(output), [Path(many)], preparation.Rules(tokenizer=asked))
 """
 
 
@@ -429,7 +429,7 @@ def test_a_killed_preparation_goes_on_and_gives_the_same_file(many, tmp_path, mo
     """By kill -9, in one source and in another; none that is done is read again."""
     if asked != "byte":
         pytest.importorskip("tokenizers")
-    straight = prepare(tmp_path / "straight.h5", [many], tokenizer=asked)
+    straight = prepare(tmp_path / "straight.h5", [many], Rules(tokenizer=asked))
     output = tmp_path / "killed.h5"
     for source in (3, 60):
         command = [sys.executable, "-c", KILLED, str(output), str(many), asked, str(source)]
@@ -442,14 +442,14 @@ def test_a_killed_preparation_goes_on_and_gives_the_same_file(many, tmp_path, mo
     monkeypatch.setattr(
         sources.File, "documents", lambda self, tell: (read.append(self.name), documents(self, tell))[1]
     )
-    again = prepare(output, [many], tokenizer=asked)
+    again = prepare(output, [many], Rules(tokenizer=asked))
     assert again._replace(path=straight.path) == straight
     assert output.read_bytes() == straight.path.read_bytes()
     assert len(read) == 20
     assert not (tmp_path / ".killed.h5.part").exists()
 
 
-def interrupted(output, *arguments, after=20, **keys):
+def interrupted(output, sources, after=20):
     """A preparation that is stopped by the keyboard."""
 
     def stop(what, done_bytes, of_bytes):
@@ -459,7 +459,7 @@ def interrupted(output, *arguments, after=20, **keys):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(output, *arguments, tell=stop, **keys)
+        prepare(output, sources, tell=stop)
 
 
 def test_what_is_asked_otherwise_begins_anew(many, tmp_path, monkeypatch):
@@ -470,7 +470,7 @@ def test_what_is_asked_otherwise_begins_anew(many, tmp_path, monkeypatch):
         assert (tmp_path / ".x.h5.part" / "state.json").exists()
         if not change:
             (many / "00.txt").write_text("another text")
-        made = prepare(output, [many], **change)
+        made = prepare(output, [many], Rules(**change))
         assert made.broken == (0 if change else 40 * 3)
         assert ("another text" in texts_of(output).values()) == (not change)
         output.unlink()

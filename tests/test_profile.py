@@ -12,42 +12,22 @@ from pathlib import Path
 import launch
 import numpy as np
 import pytest
+import small
 import torch
 
 from chimera_mpi.cli import main
 from chimera_mpi.config import Config, check_together, profiled
-from chimera_mpi.data import prepare
 from chimera_mpi.errors import InputError
 from chimera_mpi.runlog import read_run
 from chimera_mpi.runtime.recorder import place_of
 from chimera_mpi.schedule import build
 from chimera_mpi.stopping import Stops
 
-ROOT = Path(__file__).parent.parent
-SMALL = """
-layers = 2
-hidden = 16
-heads = 2
-positions = 16
-sequence_length = 16
-mini_batch_size = 8
-micro_batches = 2
-warmup_steps = 2
-eval_every = 3
-spans_every = 2
-steps = 6
-data = "corpus.h5"
-log = "run.h5"
-threads = 1
-"""
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    prepare(tmp_path / "corpus.h5", [ROOT / "data" / "pipelines.txt"])
-    (tmp_path / "small.toml").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return small.write(tmp_path, layers=2, micro_batches=2, log="run.h5", threads=1)
 
 
 def names_in(path: Path) -> list[str]:

@@ -19,8 +19,11 @@ from logs import KEYS, Made, write_log
 from chimera_mpi import report
 from chimera_mpi.cli import main
 from chimera_mpi.commands.report import _named
-from chimera_mpi.draw import chart, plot
-from chimera_mpi.draw.chart import Bar, Bars, Chart, Series, chart_svg, chart_text, thinned
+from chimera_mpi.draw import plot
+from chimera_mpi.draw.axes import between
+from chimera_mpi.draw.chart import Bar, Bars, Chart, Series, thinned
+from chimera_mpi.draw.chart_svg import chart_svg
+from chimera_mpi.draw.chart_text import chart_text
 from chimera_mpi.draw.table import Table, table_html, table_text
 from chimera_mpi.errors import InputError
 from chimera_mpi.report import stats
@@ -200,7 +203,7 @@ def test_thinning_keeps_the_ends_and_the_peaks():
     [(0, 10, [0, 2, 4, 6, 8, 10]), (100_000, 100_100, [100_000, 100_020, 100_040, 100_060, 100_080, 100_100])],
 )
 def test_marks_of_an_axis_are_round_and_within(low, high, found):
-    assert chart.between(low, high, 6) == pytest.approx(found)
+    assert between(low, high, 6) == pytest.approx(found)
 
 
 # ---- one run

@@ -10,6 +10,7 @@ from pathlib import Path
 import launch
 import numpy as np
 import pytest
+import small
 import torch
 
 from chimera_mpi import checkpoint, runlog
@@ -23,40 +24,13 @@ from chimera_mpi.tasks import task_of
 from chimera_mpi.train import Run
 
 ROOT = Path(__file__).parent.parent
-SMALL = """
-layers = 2
-hidden = 16
-heads = 2
-positions = 16
-sequence_length = 16
-precision = "fp64"
-mini_batch_size = 12
-learning_rate = 0.01
-warmup_steps = 2
-eval_every = 3
-spans_every = 2
-steps = 6
-data = "corpus.h5"
-checkpoint = "checkpoints"
-checkpoint_every = 2
-checkpoint_keep = 3
-log = "run.h5"
-threads = 1
-"""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "corpus.h5"
-    prepare(path, [ROOT / "data" / "pipelines.txt"])
-    return path
+SAVING = {"checkpoint": "checkpoints", "checkpoint_every": 2, "checkpoint_keep": 3, "log": "run.h5"}
 
 
 @pytest.fixture
-def train(tmp_path, corpus, monkeypatch, capsys):
+def train(tmp_path, monkeypatch, capsys):
     """`chimera-mpi train small.toml KEY=VALUE ...` in this process: the exit code and what it said."""
-    (tmp_path / "corpus.h5").symlink_to(corpus)
-    (tmp_path / "small.toml").write_text(SMALL)
+    small.write(tmp_path, layers=2, precision="fp64", learning_rate=0.01, threads=1, **SAVING)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
 

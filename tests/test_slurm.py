@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster import slurm as private
@@ -25,7 +26,6 @@ from chimera_mpi.cli import main
 from chimera_mpi.commands._ranks import refuse_singletons
 from chimera_mpi.commands.slurm import Settings, What, job_script
 from chimera_mpi.config import Config
-from chimera_mpi.data import prepare
 from chimera_mpi.errors import InputError
 from chimera_mpi.runlog import read_run
 
@@ -299,22 +299,7 @@ def _all_ended(place, jobs):
 # ---- real runs
 
 STEPS = 100
-SMALL = f"""
-layers = 6
-hidden = 16
-heads = 2
-positions = 16
-sequence_length = 16
-mini_batch_size = 12
-micro_batches = 4
-warmup_steps = 2
-eval_every = 50
-steps = {STEPS}
-spin_s = 5e-5
-data = "corpus.h5"
-scheme = "chimera"
-depth = 4
-"""
+KEYS = {"scheme": "chimera", "depth": 4, "micro_batches": 4, "steps": STEPS, "eval_every": 50, "spin_s": 5e-5}
 BITS = ("step", "loss", "grad_norm", "learning_rate", "samples")
 
 
@@ -323,8 +308,7 @@ def real(cluster, tmp_path_factory):
     place = Place(cluster, tmp_path_factory.mktemp("real"))
     place.environment |= {"CONFIG": "small.toml", "THREADS": "1"}
     place.use(None)
-    prepare(place.folder / "corpus.h5", [ROOT / "data" / "pipelines.txt"])
-    (place.folder / "small.toml").write_text(SMALL)
+    small.write(place.folder, **KEYS)
     return place
 
 

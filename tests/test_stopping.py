@@ -13,11 +13,11 @@ from pathlib import Path
 
 import launch
 import pytest
+import small
 
 from chimera_mpi import stopping
 from chimera_mpi.checkpoint import found_in
 from chimera_mpi.config import Config, schedule_of
-from chimera_mpi.data import prepare
 from chimera_mpi.errors import InputError
 from chimera_mpi.runlog import read_run
 from chimera_mpi.stopping import Signals, Stops, TimeLimit, find_limit, must_stop, parse_end, slurm_end, slurm_job
@@ -161,26 +161,11 @@ def test_streams_skip_no_update():
 
 # ------------------------------------------------------------------------------------------------ jobs
 
-SMALL = """
-layers = 4
-hidden = 16
-heads = 2
-positions = 16
-sequence_length = 16
-mini_batch_size = 8
-micro_batches = 4
-depth = 2
-steps = 40
-eval_every = 20
-"""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopping")
-    prepare(folder / "corpus.h5", [ROOT / "data" / "pipelines.txt"])
-    (folder / "small.toml").write_text(f'{SMALL}\ndata = "{folder}/corpus.h5"\n')
-    return folder
+    return small.write(folder, layers=4, depth=2, micro_batches=4, steps=40, eval_every=20, spans_every=10)
 
 
 def train(folder, log, fault, rank, *overrides, timeout_s=100):

@@ -9,12 +9,12 @@ from pathlib import Path
 import launch
 import numpy as np
 import pytest
+import small
 
 from chimera_mpi import report
 from chimera_mpi.cli import main
 from chimera_mpi.commands._ranks import refuse_singletons
 from chimera_mpi.config import Config, load, presets, schedule_of
-from chimera_mpi.data import prepare
 from chimera_mpi.errors import InputError
 from chimera_mpi.predict import simulate
 from chimera_mpi.predict.partition import by_thirds
@@ -24,27 +24,11 @@ from chimera_mpi.train import plan_job
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
-SMALL = """
-layers = 6
-hidden = 16
-heads = 2
-positions = 16
-sequence_length = 16
-precision = "fp64"
-mini_batch_size = 12
-learning_rate = 0.01
-warmup_steps = 2
-eval_every = 3
-spans_every = 2
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("train")
-    prepare(folder / "corpus.h5", [ROOT / "data" / "pipelines.txt"])
-    (folder / "small.toml").write_text(f'{SMALL}\nsteps = {STEPS}\ndata = "{folder}/corpus.h5"\n')
-    return folder
+    return small.write(tmp_path_factory.mktemp("train"), steps=STEPS, precision="fp64", learning_rate=0.01)
 
 
 def train(ranks, folder, log, *overrides, **options):

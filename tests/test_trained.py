@@ -22,7 +22,7 @@ from chimera_mpi.checkpoint import Draft, open_checkpoint, read_checkpoint
 from chimera_mpi.cli import main
 from chimera_mpi.commands._desk import beginning
 from chimera_mpi.config import load
-from chimera_mpi.data import BYTES, Batches, even_sizes, open_corpus, prepare
+from chimera_mpi.data import BYTES, Batches, Rules, even_sizes, open_corpus, prepare
 from chimera_mpi.data.tokenizer import learn
 from chimera_mpi.errors import InputError
 from chimera_mpi.models import BERT, GPT, SHAPE, cross_entropy, to_huggingface, to_huggingface_config
@@ -352,7 +352,7 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("trained")
     text = (Path(__file__).parent.parent / "data" / "pipelines.txt").read_text()
     (root / "text.txt").write_text(text)
-    prepare(root / "data.h5", [root / "text.txt"], tokenizer="bpe:300")
+    prepare(root / "data.h5", [root / "text.txt"], Rules(tokenizer="bpe:300"))
     prepare(root / "bytes.h5", [root / "text.txt"])
     tokenizer = open_corpus(root / "data.h5", "train", 8).tokenizer
     shape = GPT(layers=2, hidden=24, heads=3, vocabulary=300, positions=16, dropout=0.0)

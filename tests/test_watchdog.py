@@ -11,8 +11,8 @@ from pathlib import Path
 import launch
 import numpy as np
 import pytest
+import small
 
-from chimera_mpi.data import prepare
 from chimera_mpi.runtime import watchdog
 from chimera_mpi.runtime.grid import Grid
 from chimera_mpi.runtime.watchdog import ANSWER_BYTES, Report, Silence, Watchdog, _Neighbour, awaited
@@ -123,11 +123,7 @@ def test_it_learns_what_is_long(comm, hurried, monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("watchdog")
-    prepare(folder / "corpus.h5", [ROOT / "data" / "pipelines.txt"])
-    shape = "layers = 4\nhidden = 16\nheads = 2\npositions = 16\nsequence_length = 16\n"
-    (folder / "small.toml").write_text(f'{shape}depth = 2\ndata = "{folder}/corpus.h5"\n')
-    return folder
+    return small.write(tmp_path_factory.mktemp("watchdog"), depth=2)
 
 
 def train(folder, fault, rank, *overrides, launcher=()):

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from ..draw.look import size
 from ..lock import Lock
 from ._findings import Finding, Found, each, error, ok, warning
 from ._host_checks import existing
+from ._ranks import laid_out
 
 if TYPE_CHECKING:
     from ..runtime.grid import Node
@@ -209,25 +209,17 @@ def judge_folder(folder: Path, seen: Sequence[str], who: Callable[[int], str]) -
 def overlap(ranks: Ranks) -> Iterator[Finding]:
     """How much of a large message and of a sum goes on while ranks compute, as `train` would have it here."""
     from ..config import checked
-    from ..runtime.calibration import Effort, Ensemble, Layout
+    from ..runtime.calibration import Effort, Ensemble
     from ..runtime.grid import Grid
-    from ..runtime.progress import ProgressThread
-    from ..train import wants_thread
 
     if ranks.world.allreduce(ranks.node.ranks > ranks.node.cores):
         yield ok("overlap", "not measured: ranks share cores")
         return
     effort = Effort((1,), (LARGE_BYTES,), (LARGE_BYTES,), trips=2, repeats=3, point_s=0.2, longest_s=1.0)
     grid = Grid(ranks.world, 1)
-    layout = Layout(grid)
     ensemble = Ensemble(grid.world, ranks.node.patience, effort)
-    thread = ProgressThread(grid.world) if wants_thread(grid, checked({})) else None
-    with thread or nullcontext():
-        found = list(_overlap(ensemble, layout, ranks.staging, thread is not None))
-    layout.close()
-    if thread:
-        thread.close()
-    grid.close()
+    with laid_out(grid, checked({})) as (layout, has_thread):
+        found = list(_overlap(ensemble, layout, ranks.staging, has_thread))
     yield from found
 
 

@@ -7,10 +7,15 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, RunFailed
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..runtime.calibration import Layout
+    from ..runtime.grid import Grid
 
 # What launchers tell a process of the number of its like, and what to try when MPI sees only one.
 SRUN = "srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI (srun --mpi=list shows both)"
@@ -75,6 +80,27 @@ def end_all(world: Any, code: int, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     time.sleep(0.3)  # launchers drop what a rank wrote just before it aborts
     world.Abort(code)
+
+
+@contextmanager
+def laid_out(grid: Grid, config: Config) -> Iterator[tuple[Layout, bool]]:
+    """The ranks of a grid on their nodes, and whether a thread moves their messages, as in a training. Collective.
+
+    At the end all of it is closed, the grid too; not after an exception, when other ranks may not come to that.
+    """
+    from ..runtime.agreement import agree
+    from ..runtime.calibration import Layout
+    from ..runtime.progress import ProgressThread
+    from ..train import wants_thread
+
+    layout = Layout(grid)
+    thread = agree(grid.world, lambda: ProgressThread(grid.world) if wants_thread(grid, config) else None)
+    with thread or nullcontext():
+        yield layout, thread is not None
+    layout.close()
+    if thread:
+        thread.close()
+    grid.close()
 
 
 def set_threads(asked: int | None, share: int) -> int:

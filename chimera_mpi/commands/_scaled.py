@@ -7,7 +7,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..draw.chart import Chart, Series, chart_svg, chart_text
+from ..draw.chart import Chart, Series
+from ..draw.chart_svg import chart_svg
+from ..draw.chart_text import chart_text
 from ..draw.look import percent
 from ..errors import InputError
 from ..predict.estimate import Estimate

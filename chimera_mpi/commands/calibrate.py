@@ -13,11 +13,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..draw.chart import chart_svg
+from ..draw.chart_svg import chart_svg
 from ..errors import InputError
 from ..host import keep_freed_memory
 from ..predict.calibrated import (
@@ -34,7 +34,7 @@ from ..predict.calibrated import (
 from ._calibrated import charts, doubts, summary, tables
 from ._devices import find_staging
 from ._plan import write
-from ._ranks import ending_together, library_name, refuse_singletons, set_threads
+from ._ranks import ending_together, laid_out, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -100,6 +100,18 @@ def _calibrate(world: Any, args: argparse.Namespace) -> int:
     return 0
 
 
+class _Bench(NamedTuple):
+    """Ranks that measure together, and who is told what they measure."""
+
+    ensemble: Ensemble
+    layout: Layout
+    staging: Staging
+    memory_bytes: float
+    host: str  # the first
+    source: str  # where and with what, in one line
+    tell: Callable[[str], None]
+
+
 def measure(
     world: Any,
     config: Config,
@@ -112,16 +124,41 @@ def measure(
 
     Raises InputError.
     """
-    from mpi4py import MPI
-
     from ..runtime.agreement import agree
-    from ..runtime.calibration import Ensemble, Layout, usable_memory_bytes
-    from ..runtime.grid import Grid
-    from ..runtime.progress import ProgressThread
     from ..tasks import task_of
-    from ..train import patience_of, wants_thread
 
     task = agree(world, lambda: task_of(config))
+    with _bench(world, config, quick, tell) as bench:
+        sizes, nodes = bench.layout.sizes, bench.layout.nodes
+        layers, updates, slowdown = _compute(bench, config, task, kinds)
+        near, moved_near = _messages(bench, bench.layout.neighbours(), max(sizes) > 1)
+        far, moved_far = _messages(bench, bench.layout.apart(), nodes > 1)
+        return Found(
+            name=name or bench.host,
+            source=bench.source,
+            workers_per_node=max(sizes),
+            device=bench.staging.device.type,
+            memory_bytes=bench.memory_bytes,
+            layers=layers,
+            updates=updates,
+            slowdown=slowdown,
+            near=near,
+            far=far,
+            moved_near=moved_near,
+            moved_far=moved_far,
+            sums=tuple(_sums(bench)),
+        )
+
+
+@contextmanager
+def _bench(world: Any, config: Config, quick: bool, tell: Callable[[str], None]) -> Iterator[_Bench]:
+    """Set ranks up as `train` would. Collective. Raises InputError."""
+    from mpi4py import MPI
+
+    from ..runtime.calibration import Ensemble, usable_memory_bytes
+    from ..runtime.grid import Grid
+    from ..train import patience_of
+
     grid = Grid(world, 1)
     staging, devices = find_staging(world, grid.node.rank, config)
     threads = set_threads(config.threads, grid.node.threads)
@@ -130,33 +167,9 @@ def measure(
     ensemble = Ensemble(grid.world, patience_of(grid, config), effort(config.micro_batch_size, quick))
     memory_bytes = ensemble.least(usable_memory_bytes(staging, grid.node))
     hosts = world.allgather(MPI.Get_processor_name())
-    thread = agree(world, lambda: ProgressThread(grid.world) if wants_thread(grid, config) else None)
-    with thread or nullcontext():
-        layers, updates, slowdown = _compute(ensemble, config, task, kinds, staging, tell)
-        layout = Layout(grid)
-        near, moved_near = _messages(ensemble, layout.neighbours(), max(layout.sizes) > 1, staging, tell)
-        far, moved_far = _messages(ensemble, layout.apart(), layout.nodes > 1, staging, tell)
-        sums = tuple(_sums(ensemble, layout, staging, tell))
-    found = Found(
-        name=name or hosts[0],
-        source=_source(config, hosts, threads, devices, thread is not None),
-        workers_per_node=max(layout.sizes),
-        device=staging.device.type,
-        memory_bytes=memory_bytes,
-        layers=layers,
-        updates=updates,
-        slowdown=slowdown,
-        near=near,
-        far=far,
-        moved_near=moved_near,
-        moved_far=moved_far,
-        sums=sums,
-    )
-    layout.close()
-    if thread:
-        thread.close()
-    grid.close()
-    return found
+    with laid_out(grid, config) as (layout, has_thread):
+        source = _source(config, hosts, threads, devices, has_thread)
+        yield _Bench(ensemble, layout, staging, memory_bytes, hosts[0], source, tell)
 
 
 def effort(micro_batch_size: int, quick: bool) -> Effort:
@@ -171,7 +184,7 @@ def effort(micro_batch_size: int, quick: bool) -> Effort:
 
 
 def _compute(
-    ensemble: Ensemble, config: Config, task: Task, kinds: Sequence[str], staging: Staging, tell: Callable[[str], None]
+    bench: _Bench, config: Config, task: Task, kinds: Sequence[str]
 ) -> tuple[tuple[LayerReading, ...], tuple[UpdateReading, ...], float]:
     """Layers by themselves, updates, and what a pipeline adds to the layers."""
     from ..runtime.calibration import Manner, read_layers, read_slowdown
@@ -181,29 +194,27 @@ def _compute(
     from ..train import read_micro_batch
 
     recipe = Recipe(config.optimizer, weight_decay=config.weight_decay, momentum=config.momentum)
-    manner = Manner(PRECISIONS[config.precision], recipe, config.clip is not None, staging)
+    manner = Manner(PRECISIONS[config.precision], recipe, config.clip is not None, bench.staging)
     corpus = random_corpus(config, task)
 
     def micro_batch(samples: int) -> tuple[Any, Any]:
         return read_micro_batch(task.batches(corpus, (samples,), config.seed), 0, 0)
 
-    layers, updates = read_layers(ensemble, task.model, kinds, micro_batch, manner, tell)
-    tell("a pipeline of these layers")
-    slowdown = read_slowdown(ensemble, task.model, kinds, layers, micro_batch, manner)
+    layers, updates = read_layers(bench.ensemble, task.model, kinds, micro_batch, manner, bench.tell)
+    bench.tell("a pipeline of these layers")
+    slowdown = read_slowdown(bench.ensemble, task.model, kinds, layers, micro_batch, manner)
     return tuple(layers), tuple(updates), slowdown
 
 
-def _sums(ensemble: Ensemble, layout: Layout, staging: Staging, tell: Callable[[str], None]) -> Iterator[SumReading]:
+def _sums(bench: _Bench) -> Iterator[SumReading]:
     from ..runtime.calibration import read_sums
 
-    for group in layout.groups():
-        tell(f"sums over {group.replicas} ranks")
-        yield from read_sums(ensemble, group, staging)
+    for group in bench.layout.groups():
+        bench.tell(f"sums over {group.replicas} ranks")
+        yield from read_sums(bench.ensemble, group, bench.staging)
 
 
-def _messages(
-    ensemble: Ensemble, pair: Pair | None, is_there: bool, staging: Staging, tell: Callable[[str], None]
-) -> tuple[tuple[MessageReading, ...], float | None]:
+def _messages(bench: _Bench, pair: Pair | None, is_there: bool) -> tuple[tuple[MessageReading, ...], float | None]:
     """All messages between two ranks, if there are two, and the share of a large one that moves under compute.
 
     Of a device from buffers of the host too, as a part of what its own messages take.
@@ -213,13 +224,14 @@ def _messages(
 
     if not is_there:
         return (), None
+    ensemble, staging = bench.ensemble, bench.staging
     found: list[MessageReading] = []
     if staging.device.type != "cpu":
-        tell("messages from host buffers")
+        bench.tell("messages from host buffers")
         found += read_messages(ensemble, pair, Direct(), HOST)
-    tell("messages")
+    bench.tell("messages")
     found += read_messages(ensemble, pair, staging, HOST if staging.device.type == "cpu" else DEVICE)
-    tell("a message under compute")
+    bench.tell("a message under compute")
     largest = max((reading for reading in counted(found)), key=lambda reading: reading.size_bytes)
     return tuple(found), read_moved(ensemble, pair, largest.size_bytes, largest.seconds, staging)
 

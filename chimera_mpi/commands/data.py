@@ -47,24 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..data import prepare
+    from ..data import Rules, prepare
 
+    rules = Rules(
+        args.seed,
+        args.validation_fraction,
+        tokenizer=args.tokenizer,
+        end_name=args.end_token,
+        field=args.field,
+        errors=args.errors,
+    )
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(args.output, error) from error
     with bar("texts", "DownloadColumn", "TimeRemainingColumn") as tell:
-        made = prepare(
-            args.output,
-            args.sources,
-            args.seed,
-            args.validation_fraction,
-            tokenizer=args.tokenizer,
-            end_name=args.end_token,
-            field=args.field,
-            errors=args.errors,
-            tell=tell,
-        )
+        made = prepare(args.output, args.sources, rules, tell)
     print(describe(made))
     return 0
 

@@ -20,7 +20,9 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import draw
-from ..draw.chart import Drawn, chart_svg, chart_text
+from ..draw.chart import Drawn
+from ..draw.chart_svg import chart_svg
+from ..draw.chart_text import chart_text
 from ..draw.look import ASCII
 from ..draw.table import Table, table_text
 from ..errors import InputError
@@ -78,8 +80,9 @@ class _Told(NamedTuple):
     charts: Sequence[Drawn]
     timelines: Mapping[str, Timeline]
     figures: dict[str, Any]
-    runs: Mapping[str, Run]
     heading: str  # of the drawn steps
+    run: Run | None  # the only one
+    runs: Mapping[str, Run]  # or several, by name
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -106,7 +109,7 @@ def _one(args: argparse.Namespace) -> _Told:
     made = report.report_of(log, args.session)
     drawn = made.steps(args.step).titled if made.drawable or args.step is not None or args.svg else {}
     figures = {"runs": [made.figures()], "left_out": []}
-    return _Told(path.name, made.lines(), made.tables(), made.charts(), drawn, figures, {"": log}, "One step")
+    return _Told(path.name, made.lines(), made.tables(), made.charts(), drawn, figures, "One step", log, {})
 
 
 def _several(args: argparse.Namespace) -> _Told:
@@ -128,7 +131,7 @@ def _several(args: argparse.Namespace) -> _Told:
     figures = {"runs": [made.figures() for made in reports], **comparison.figures(), "left_out": told}
     tables, charts = comparison.tables(), comparison.charts()
     heading = "A measured step of each configuration"
-    return _Told(f"{len(reports)} runs", [], tables, charts, drawn, figures, _named(reports), heading)
+    return _Told(f"{len(reports)} runs", [], tables, charts, drawn, figures, heading, None, _named(reports))
 
 
 def _read(paths: Sequence[Path]) -> tuple[list[Report], dict[str, str]]:
@@ -171,7 +174,7 @@ def _text(told: _Told, args: argparse.Namespace) -> str:
         *(table_text(table, width) for table in told.tables),
         *("\n".join([*wrap(chart.title, width), chart_text(chart, width, ascii=ascii)]) for chart in told.charts),
     ]
-    if "" in told.runs and told.timelines:
+    if told.run and told.timelines:
         blocks.append(draw.text(told.timelines, width, wants_color(args.color), ascii))
     text = "\n\n".join(block for block in blocks if block)
     return text.translate(ASCII) if ascii else text
@@ -196,14 +199,15 @@ def _write_files(told: _Told, args: argparse.Namespace) -> None:
 
         page = report_page(told.title, told.lines, told.charts, told.tables, told.timelines, told.heading)
         write(args.html, page)
-    if args.trace:
+    if args.trace and told.run:
         from ..sampled import trace_of
 
-        write(args.trace, trace_of(told.runs[""], args.step))
+        write(args.trace, trace_of(told.run, args.step))
     if args.tensorboard:
         from ..report.events import write_events
 
-        write_events(told.runs, args.tensorboard)
+        folder = args.tensorboard
+        write_events({folder: told.run} if told.run else {folder / name: run for name, run in told.runs.items()})
 
 
 def _draw_charts(charts: Sequence[Drawn], path: Path) -> None:

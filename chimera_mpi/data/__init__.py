@@ -6,7 +6,7 @@
 from .batches import Batches, even_sizes
 from .corpus import PARTS, SCHEMA, Corpus, open_corpus
 from .masked import AROUND_PAIR, IGNORED, MASKED_FRACTION, Masked, MaskedBatches
-from .preparation import Prepared, prepare, unigram_entropy
+from .preparation import Prepared, Rules, prepare, unigram_entropy
 from .sources import ERRORS, SUFFIXES
 from .tokenizer import (
     BYTES,
@@ -38,6 +38,7 @@ __all__ = [
     "Masked",
     "MaskedBatches",
     "Prepared",
+    "Rules",
     "Specials",
     "Tokenizer",
     "even_sizes",

@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,59 +48,77 @@ def tell_nobody(what: str, done_bytes: int, of_bytes: int) -> None:
     pass
 
 
-def prepare(
-    output: Path,
-    sources: Sequence[Path] = (),
-    seed: int = 0,
-    validation_fraction: float = 0.1,
-    suffixes: Sequence[str] = SUFFIXES,
-    tokenizer: str = "byte",
-    end_name: str | None = None,
-    field: str = "text",
-    errors: str = "replace",
-    tell: Tell = tell_nobody,
-) -> Prepared:
+@dataclass(frozen=True)
+class Rules:
+    """What of the texts is taken, and how. Raises `InputError`.
+
+    Of a folder all files ending in `suffixes` are taken, of JSON lines the text under `field`. What is not UTF-8 is
+    replaced by U+FFFD, keeps its document out or is refused, as `errors` says: "replace", "skip" or "strict".
+    `tokenizer` is "byte", "bpe:SIZE" for one that is learnt from the texts, or a tokenizer.json, in which `end_name`
+    closes a document. Documents go to the validation part in the order of a hash of (seed, content) while they fit into
+    `validation_fraction` of the bytes.
+    """
+
+    seed: int = 0
+    validation_fraction: float = 0.1
+    suffixes: Sequence[str] = SUFFIXES
+    tokenizer: str = "byte"
+    end_name: str | None = None
+    field: str = "text"
+    errors: str = "replace"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed={self.seed} is not in [0, 2^63): try seed=0")
+        if not 0 <= self.validation_fraction < 1:
+            raise InputError(
+                f"validation_fraction={self.validation_fraction} is not in [0, 1): try validation_fraction=0.1"
+            )
+        if self.errors not in ERRORS:
+            raise InputError(f"errors={self.errors} is no rule for broken UTF-8: try {', '.join(ERRORS)}")
+
+
+def prepare(output: Path, sources: Sequence[Path] = (), rules: Rules = Rules(), tell: Tell = tell_nobody) -> Prepared:
     """Write the texts of `sources` to the token file `output`, which must not exist.
 
-    A source is a file, a glob, or a folder of which all files ending in `suffixes` are taken, gzipped or not; without
-    any, it is the library and the documentation that every Python carries. A file is a document; of a file of JSON
-    lines (.jsonl, .ndjson) each line is one, its text under `field`. What is not UTF-8 is replaced by U+FFFD, keeps its
-    document out or is refused, as `errors` says: "replace", "skip" or "strict". `tokenizer` is "byte", "bpe:SIZE" for
-    one that is learnt from the texts, or a tokenizer.json, in which `end_name` closes a document.
-
-    Documents go to the validation part in the order of a hash of (seed, content) while they fit into
-    `validation_fraction` of the bytes; each content is taken once. A text that comes alone is cut in two. The same
-    input gives the same file, byte for byte, also where a preparation was killed and this one goes on with it.
-    Raises `InputError`.
+    A source is a file, gzipped or not, a glob, or a folder; without any, it is the library and the documentation that
+    every Python carries. A file is a document; of a file of JSON lines (.jsonl, .ndjson) each line is one. Each content
+    is taken once. A text that comes alone is cut in two. The same input gives the same file, byte for byte, also where
+    a preparation was killed and this one goes on with it. Raises `InputError`.
     """
     output = Path(output)
     _refuse_output(output)
-    _refuse_rules(seed, validation_fraction, errors)
-    size = bpe_size(tokenizer) if tokenizer.startswith("bpe:") else None
-    known = None if size else BYTES if tokenizer == "byte" else _given(Path(tokenizer), end_name)
-    found = sources_of([Path(source) for source in sources], suffixes, field)
-    key = _key(found, known.facts if known else size, field, errors)
+    size = bpe_size(rules.tokenizer) if rules.tokenizer.startswith("bpe:") else None
+    known = None if size else _known(rules.tokenizer, rules.end_name)
+    found = sources_of([Path(source) for source in sources], rules.suffixes, rules.field)
+    key = _key(found, known.facts if known else size, rules.field, rules.errors)
     with spool_folder(output) as folder:
         chosen = known or _learnt(folder, key, size or 0, found, tell)
         with closing(Spool(folder, key, chosen)) as spool:
-            spool.take(found, errors, _telling(tell, "tokens", found))
-            whole = split(spool, seed, validation_fraction)
-            if not whole.contents:
-                raise InputError(_no_text(sources, suffixes))
-            met = _met(spool, whole)
-            about = json.dumps({**_origin(sources, suffixes), "errors": errors, **met})
-            attributes = {"seed": seed, "validation_fraction": validation_fraction, "provenance": about}
-            counts, sha256 = _write(folder / WHOLE, whole.parts, chosen, attributes)
+            spool.take(found, rules.errors, _telling(tell, "tokens", found))
+            made = _made(folder / WHOLE, spool, chosen, sources, rules)
         _refuse_output(output)
-        (folder / WHOLE).rename(output)
+        made.path.rename(output)
         for state in folder.glob("*.json"):  # nothing is left to go on from
             state.unlink()
+    return made._replace(path=output)
+
+
+def _made(path: Path, spool: Spool, tokenizer: Tokenizer, sources: Sequence[Path], rules: Rules) -> Prepared:
+    """Make a token file of all that was taken. Raises InputError if that is nothing."""
+    whole = split(spool, rules.seed, rules.validation_fraction)
+    if not whole.contents:
+        raise InputError(_no_text(sources, rules.suffixes))
+    met = _met(spool, whole)
+    about = json.dumps({**_origin(sources, rules.suffixes), "errors": rules.errors, **met})
+    attributes = {"seed": rules.seed, "validation_fraction": rules.validation_fraction, "provenance": about}
+    counts, sha256 = _write(path, whole.parts, tokenizer, attributes)
     return Prepared(
-        path=output,
+        path=path,
         documents=met["documents"],
         train_tokens=int(counts["train"].sum()),
         validation_tokens=int(counts["validation"].sum()),
-        vocabulary=chosen.vocabulary,
+        vocabulary=tokenizer.vocabulary,
         unigram_entropy_nats=unigram_entropy(counts["train"] + counts["validation"]),
         sha256=sha256,
         left_out=met["left_out"],
@@ -118,15 +137,6 @@ def _refuse_output(output: Path) -> None:
     refuse_taken(output)
     if not output.parent.is_dir():
         raise InputError(f"{output.parent} is not a folder: make it first, or give another path")
-
-
-def _refuse_rules(seed: int, validation_fraction: float, errors: str) -> None:
-    if not 0 <= seed < 2**63:
-        raise InputError(f"seed={seed} is not in [0, 2^63): try seed=0")
-    if not 0 <= validation_fraction < 1:
-        raise InputError(f"validation_fraction={validation_fraction} is not in [0, 1): try validation_fraction=0.1")
-    if errors not in ERRORS:
-        raise InputError(f"errors={errors} is no rule for broken UTF-8: try {', '.join(ERRORS)}")
 
 
 def _no_text(sources: Sequence[Path], suffixes: Sequence[str]) -> str:
@@ -170,8 +180,11 @@ def _origin(sources: Sequence[Path], suffixes: Sequence[str]) -> dict[str, Any]:
 # ---- the tokenizer -----------------------------------------------------------------------------------------------
 
 
-def _given(path: Path, end_name: str | None) -> Tokenizer:
-    """A tokenizer.json, or that of a folder."""
+def _known(name: str, end_name: str | None) -> Tokenizer:
+    """That of bytes, a tokenizer.json, or that of a folder."""
+    if name == "byte":
+        return BYTES
+    path = Path(name)
     file = path / TOKENIZER if path.is_dir() else path
     try:
         return from_json(file.read_text(encoding="utf-8"), str(file), end_name)

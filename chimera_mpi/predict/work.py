@@ -116,119 +116,157 @@ class Numbers:
         )
 
 
-def gpt_work(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    vocabulary: int,
-    positions: int,
-    sequence_length: int,
-    tied: bool = True,
-    dropout: float = 0.0,
-    precision: str = "fp32",
-    optimizer: str = "adamw",
-    momentum: float = 0.9,
-    device: str = "cpu",
-    fused: bool | None = None,
-) -> Work:
-    """Of `models.gpt`, its loss included. `device` is "cpu" or "cuda"; `fused`: see `Numbers`. Raises InputError."""
-    of = Numbers.of(precision, dropout, device, fused)
-    width = sequence_length * hidden * of.number  # of [tokens, hidden]
-    embedding = LayerWork(
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A GPT or BERT, and how it is trained: on a `device`, "cpu" or "cuda"; `fused`: see `Numbers`.
+
+    What follows from these is of one sample.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    positions: int
+    sequence_length: int
+    tied: bool = True
+    dropout: float = 0.0
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    momentum: float = 0.9
+    device: str = "cpu"
+    fused: bool | None = None
+
+    @cached_property
+    def of(self) -> Numbers:
+        return Numbers.of(self.precision, self.dropout, self.device, self.fused)
+
+    @property
+    def values(self) -> int:
+        """How many [tokens, hidden] are."""
+        return self.sequence_length * self.hidden
+
+    @property
+    def width_bytes(self) -> int:
+        """Of [tokens, hidden]."""
+        return self.values * self.of.number
+
+    @property
+    def mark_bytes(self) -> int:
+        """What dropout marks of these."""
+        return self.values * self.of.mark
+
+    @property
+    def statistic_bytes(self) -> int:
+        """Of a LayerNorm."""
+        return 2 * self.sequence_length * self.of.statistic
+
+    @property
+    def index_bytes(self) -> int:
+        return INDEX_BYTES * self.sequence_length
+
+    @property
+    def logits(self) -> int:
+        """How many [tokens, vocabulary] are."""
+        return self.sequence_length * self.vocabulary
+
+
+def gpt_work(model: Transformer) -> Work:
+    """Of `models.gpt`, its loss included. Raises InputError."""
+    return _work(model, _gpt_embedding(model), _gpt_head(model), held=9)
+
+
+def bert_work(model: Transformer, segments: int = 2, masked: int | None = None) -> Work:
+    """Of `models.bert`, without a mask, and its loss, for which `masked` tokens of a sample are to be found: by default
+    15 %. Raises InputError."""
+    found = max(1, round(MASKED_SHARE * model.sequence_length)) if masked is None else masked
+    return _work(model, _bert_embedding(model, segments), _bert_head(model, found), held=10)
+
+
+def _work(model: Transformer, embedding: LayerWork, head: LayerWork, held: int) -> Work:
+    layers = (embedding, *[_block(model, held)] * model.layers, head)
+    tied = model.vocabulary * model.hidden if model.tied else 0
+    return work_in(layers, model.precision, model.optimizer, model.momentum, tied)
+
+
+def _gpt_embedding(model: Transformer) -> LayerWork:
+    width, kept = model.width_bytes, model.index_bytes + model.mark_bytes
+    return LayerWork(
         kind="embedding",
-        parameters=(vocabulary + positions) * hidden,
+        parameters=(model.vocabulary + model.positions) * model.hidden,
         forward_flops=0,
         backward_flops=0,
-        input_bytes=INDEX_BYTES * sequence_length,
+        input_bytes=model.index_bytes,
         output_bytes=width,
-        activation_bytes=INDEX_BYTES * sequence_length + sequence_length * hidden * of.mark,
-        deferred_bytes=INDEX_BYTES * sequence_length + sequence_length * hidden * of.mark,
-        working_bytes=2 * width if dropout else width,
-        matrix_bytes=max(vocabulary, positions + sequence_length) * hidden * of.number,
-        beside_matrix_bytes=2 * width - sequence_length * hidden * of.mark if dropout else width,
+        activation_bytes=kept,
+        deferred_bytes=kept,
+        working_bytes=2 * width if model.dropout else width,
+        matrix_bytes=_table_bytes(model),
+        beside_matrix_bytes=2 * width - model.mark_bytes if model.dropout else width,
     )
-    logits = sequence_length * vocabulary
-    flops = 2 * logits * hidden
-    statistics = 2 * sequence_length * of.statistic
-    head = LayerWork(
+
+
+def _bert_embedding(model: Transformer, segments: int) -> LayerWork:
+    width = model.width_bytes
+    kept = 2 * model.index_bytes + width + model.statistic_bytes + model.mark_bytes
+    return LayerWork(
+        kind="embedding",
+        parameters=(model.vocabulary + model.positions + segments + 2) * model.hidden,
+        forward_flops=0,
+        backward_flops=0,
+        input_bytes=2 * model.index_bytes,
+        output_bytes=width,
+        activation_bytes=kept,
+        deferred_bytes=kept,
+        working_bytes=2 * width,
+        matrix_bytes=_table_bytes(model),
+        beside_matrix_bytes=width,
+    )
+
+
+def _table_bytes(model: Transformer) -> int:
+    """Of the gradient of an embedding, by token or by position."""
+    return max(model.vocabulary, model.positions + model.sequence_length) * model.hidden * model.of.number
+
+
+def _gpt_head(model: Transformer) -> LayerWork:
+    of, width, logits = model.of, model.width_bytes, model.logits
+    flops = 2 * logits * model.hidden
+    return LayerWork(
         kind="head",
-        parameters=(vocabulary + 2) * hidden,
+        parameters=(model.vocabulary + 2) * model.hidden,
         forward_flops=flops,
         backward_flops=2 * flops,
         input_bytes=width,
         output_bytes=logits * of.number,
         # Inputs of the LayerNorm and of the matrix, the logarithms of all probabilities, and the targets.
-        activation_bytes=2 * width + statistics + logits * of.sum + INDEX_BYTES * sequence_length,
-        deferred_bytes=3 * width + statistics + logits * of.number,
+        activation_bytes=2 * width + model.statistic_bytes + logits * of.sum + model.index_bytes,
+        deferred_bytes=3 * width + model.statistic_bytes + logits * of.number,
         working_bytes=2 * logits * of.sum,
-        matrix_bytes=vocabulary * hidden * of.number,
+        matrix_bytes=model.vocabulary * model.hidden * of.number,
         beside_matrix_bytes=width + logits * (of.number - of.sum),
     )
-    block = _block(sequence_length, hidden, heads, of, held=9)
-    tied_parameters = vocabulary * hidden if tied else 0
-    return work_in((embedding, *[block] * layers, head), precision, optimizer, momentum, tied_parameters)
 
 
-def bert_work(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    vocabulary: int,
-    positions: int,
-    sequence_length: int,
-    segments: int = 2,
-    masked: int | None = None,
-    tied: bool = True,
-    dropout: float = 0.0,
-    precision: str = "fp32",
-    optimizer: str = "adamw",
-    momentum: float = 0.9,
-    device: str = "cpu",
-    fused: bool | None = None,
-) -> Work:
-    """Of `models.bert`, without a mask, and its loss, for which `masked` tokens of a sample are to be found: by default
-    15 %. `device` is "cpu" or "cuda"; `fused`: see `Numbers`. Raises InputError."""
-    of = Numbers.of(precision, dropout, device, fused)
-    found = max(1, round(MASKED_SHARE * sequence_length)) if masked is None else masked
-    width = sequence_length * hidden * of.number  # of [tokens, hidden]
-    statistics = 2 * sequence_length * of.statistic
-    embedded = 2 * INDEX_BYTES * sequence_length + width + statistics + sequence_length * hidden * of.mark
-    embedding = LayerWork(
-        kind="embedding",
-        parameters=(vocabulary + positions + segments + 2) * hidden,
-        forward_flops=0,
-        backward_flops=0,
-        input_bytes=2 * INDEX_BYTES * sequence_length,
-        output_bytes=width,
-        activation_bytes=embedded,
-        deferred_bytes=embedded,
-        working_bytes=2 * width,
-        matrix_bytes=max(vocabulary, positions + sequence_length) * hidden * of.number,
-        beside_matrix_bytes=width,
-    )
-    logits, rows = sequence_length * vocabulary, found * vocabulary
-    flops = 2 * hidden * (sequence_length * (hidden + vocabulary) + hidden + 2)
-    head = LayerWork(
+def _bert_head(model: Transformer, found: int) -> LayerWork:
+    """`found` are the tokens that are to be found."""
+    of, width, logits, hidden, vocabulary = model.of, model.width_bytes, model.logits, model.hidden, model.vocabulary
+    rows = found * vocabulary
+    flops = 2 * hidden * (model.sequence_length * (hidden + vocabulary) + hidden + 2)
+    kept = 4 * width + model.statistic_bytes + hidden * of.number
+    return LayerWork(
         kind="head",
         parameters=2 * hidden * (hidden + 1) + 2 * hidden + (vocabulary + 2) * (hidden + 1),
         forward_flops=flops,
         backward_flops=2 * flops,
         input_bytes=width,
         output_bytes=(logits + 2) * of.number,
-        activation_bytes=4 * width
-        + statistics
-        + hidden * of.number
-        + _pretraining_bytes(sequence_length, found, vocabulary, of),
-        deferred_bytes=5 * width + statistics + (2 * hidden + logits + 2) * of.number,
+        activation_bytes=kept + _pretraining_bytes(model.sequence_length, found, vocabulary, of),
+        deferred_bytes=5 * width + model.statistic_bytes + (2 * hidden + logits + 2) * of.number,
         working_bytes=max(2 * rows * of.sum, (logits + rows) * of.number - rows * of.sum),
         matrix_bytes=vocabulary * hidden * of.number,
         beside_matrix_bytes=width + logits * of.number - rows * of.sum,
     )
-    block = _block(sequence_length, hidden, heads, of, held=10)
-    tied_parameters = vocabulary * hidden if tied else 0
-    return work_in((embedding, *[block] * layers, head), precision, optimizer, momentum, tied_parameters)
 
 
 def _pretraining_bytes(tokens: int, found: int, vocabulary: int, of: Numbers) -> float:
@@ -237,7 +275,7 @@ def _pretraining_bytes(tokens: int, found: int, vocabulary: int, of: Numbers) ->
     return tokens + found * (vocabulary * of.sum + INDEX_BYTES + of.sum) + 2 * of.sum + INDEX_BYTES
 
 
-def _block(tokens: int, hidden: int, heads: int, of: Numbers, held: int) -> LayerWork:
+def _block(model: Transformer, held: int) -> LayerWork:
     """A transformer block, its LayerNorms before or behind its halves.
 
     A backward begins with the gradients of its output and of the wide layer (1 + 4), and one of the residual stream,
@@ -245,11 +283,9 @@ def _block(tokens: int, hidden: int, heads: int, of: Numbers, held: int) -> Laye
     there too, and `held` gradients in all, in the size of the input. As many such tensors the whole backward is rid of
     when it comes to attention, whose scores may be larger.
     """
-    width = tokens * hidden * of.number
-    marks = tokens * hidden * of.mark
-    begun = width - marks if of.mark else 0
-    attention = _attention(tokens, hidden, heads, of, held)
-    statistics = 4 * tokens * of.statistic
+    width, marks, tokens, hidden = model.width_bytes, model.mark_bytes, model.sequence_length, model.hidden
+    begun = width - marks if marks else 0
+    attention = _attention(model, held)
     flops = 24 * tokens * hidden * hidden + 4 * tokens * tokens * hidden
     return LayerWork(
         kind="block",
@@ -258,10 +294,10 @@ def _block(tokens: int, hidden: int, heads: int, of: Numbers, held: int) -> Laye
         backward_flops=2 * flops,
         input_bytes=width,
         output_bytes=width,
-        activation_bytes=12 * width + statistics + 2 * marks + attention.kept_bytes,
-        deferred_bytes=20 * width + statistics,
+        activation_bytes=12 * width + 2 * model.statistic_bytes + 2 * marks + attention.kept_bytes,
+        deferred_bytes=20 * width + 2 * model.statistic_bytes,
         working_bytes=max(5 * width + begun, attention.working_bytes),
-        matrix_bytes=4 * hidden * hidden * of.number,
+        matrix_bytes=4 * hidden * hidden * model.of.number,
         beside_matrix_bytes=5 * width + begun,
         input_working_bytes=max(held * width + begun, attention.input_working_bytes),
     )
@@ -276,17 +312,17 @@ class _Attention(NamedTuple):
     input_working_bytes: float = 0
 
 
-def _attention(tokens: int, hidden: int, heads: int, of: Numbers, held: int) -> _Attention:
+def _attention(model: Transformer, held: int) -> _Attention:
     """Queries, keys, values and what comes out are kept; then a sum for each row of scores, or the shares that they
     become, and with dropout those that are left and which they are. The gradients of both are there at once."""
-    width, own = tokens * hidden * of.number, tokens * hidden * of.sum
+    of, width, own = model.of, model.width_bytes, model.values * model.of.sum
     if of.fused:
-        return _Attention(4 * width + tokens * heads * of.sum)
-    numbers = heads * tokens * tokens
+        return _Attention(4 * width + model.sequence_length * model.heads * of.sum)
+    numbers = model.heads * model.sequence_length**2
     scores = numbers * of.sum
     if not of.mark:
         return _Attention(width + 3 * own + scores, 2 * scores - held * width, 2 * scores + (held - 6) * width)
-    beside = scores + 2 * own - 2 * tokens * hidden * of.mark
+    beside = scores + 2 * own - 2 * model.mark_bytes
     which = numbers * (of.sum if of.mark > 1 else 1)
     return _Attention(width + 3 * own + 2 * scores + which, beside - held * width, beside + 5 * width)
 

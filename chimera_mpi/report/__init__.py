@@ -6,8 +6,9 @@ from __future__ import annotations
 from .. import config
 from ..predict import Costs
 from ..runlog import Run
-from .one import Report, deaths, report_of, summary
-from .part import Part, Start, part_of, starts_of
+from .one import Report, report_of, summary
+from .part import Part, part_of
+from .sessions import deaths
 from .several import Comparison, compared
 from .steps import Sampled, Steps
 
@@ -16,7 +17,6 @@ __all__ = [
     "Part",
     "Report",
     "Sampled",
-    "Start",
     "Steps",
     "compared",
     "config_of",
@@ -25,7 +25,6 @@ __all__ = [
     "part_of",
     "plan_of",
     "report_of",
-    "starts_of",
     "steps_of",
     "summary",
 ]

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..runlog import Run
-from .part import starts_of
+from ..sampled import starts_of
 
 _STEPS = ("grad_norm", "learning_rate", "seconds", "samples_per_s", "tokens_per_s", "flops_per_s", "bubble_ratio")
 _WORKERS = ("compute_s", "wait_s", "allreduce_wait_s", "update_s", "peak_bytes")
@@ -32,21 +32,19 @@ class _Tools(NamedTuple):
     RecordWriter: Any
 
 
-def write_events(runs: Mapping[str, Run], folder: Path) -> list[Path]:
-    """An event file for each run, in a folder of its name below `folder`; without a name in `folder` itself.
+def write_events(runs: Mapping[Path, Run]) -> None:
+    """An event file for each run, in its folder.
 
     A file that was written before of the same run is replaced, whole or not at all. Raises InputError where the
     library is missing, a folder has events of anything else, which TensorBoard would draw as one curve with these, or
     nothing can be written.
     """
     tools = _tools()
-    places = {name: folder / name if name else folder for name in runs}
-    files = {name: places[name] / _name(run) for name, run in runs.items()}
-    for file in files.values():
+    files = {folder / _name(run): run for folder, run in runs.items()}
+    for file in files:
         _check_place(file)
-    for name, run in runs.items():
-        _write(tools, run, files[name])
-    return list(files.values())
+    for file, run in files.items():
+        _write(tools, run, file)
 
 
 def _tools() -> _Tools:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from math import isfinite, nan
 from typing import Any, NamedTuple
@@ -18,7 +17,9 @@ from ..draw.look import clock, duration, figure, percent, unit_of
 from ..draw.table import Table, table_text
 from ..errors import InputError
 from ..runlog import Run
-from .part import INCIDENTAL, LEARNING, SHAPE, Part, Start, differing, part_of, starts_of, without
+from ..sampled import Start
+from .part import Part, check_training, part_of
+from .sessions import Sessions, deaths, ranges
 from .stats import Interval, over_blocks
 from .steps import Bubble, Sampled, Steps, mean
 
@@ -69,9 +70,8 @@ class Report:
         return Sampled(self.part)
 
     @cached_property
-    def starts(self) -> list[Start]:
-        """All of the run."""
-        return starts_of(self.run)
+    def sessions(self) -> Sessions:
+        return Sessions(self.run)
 
     @property
     def has_steps(self) -> bool:
@@ -148,7 +148,7 @@ class Report:
     @property
     def steps_asked(self) -> int:
         """By the last session: a run may be resumed for more."""
-        return int(self.starts[-1].keys.get("steps", self.start.config.steps))
+        return int(self.sessions.starts[-1].keys.get("steps", self.start.config.steps))
 
     @property
     def loss(self) -> float:
@@ -184,7 +184,7 @@ class Report:
             numbers = [start.number for start in self.part.starts]
             done = self.run.steps["step"][self.part.rows]
             yield (
-                f"{'sessions' if len(numbers) > 1 else 'session'} {_ranges(numbers)}, steps {_ranges(done.tolist())}: "
+                f"{'sessions' if len(numbers) > 1 else 'session'} {ranges(numbers)}, steps {ranges(done.tolist())}: "
                 f"medians, costs and memory are of these; --session tells of another"
             )
         yield f"steps       {steps['step'][-1] + 1} of {self.steps_asked} in {clock(float(steps['seconds'].sum()))}"
@@ -229,7 +229,7 @@ class Report:
 
     def tables(self) -> list[Table]:
         workers = [self.worker_table()] if self.has_steps else []
-        return [*self.short_tables(), *workers, self.session_table()]
+        return [*self.short_tables(), *workers, self.sessions.table()]
 
     def _bubble_table(self) -> Table | None:
         bubble = self.bubble
@@ -270,22 +270,6 @@ class Report:
         whole = duration(step_s, 4)
         note = f"{unit} and share of a step of {whole}: medians over steps{over}; other: after its last op"
         return Table("", ["worker", *TIMES.values()], rows, note)
-
-    def session_table(self) -> Table:
-        hosts = {str(start.number): str(len(start.hosts)) for start in self.starts}
-        heads = ["session", "started (UTC)", "took", "layout", "steps", "why it ended"]
-        rows = [_session_row(start, layout) for start, layout in zip(self.starts, self._layouts, strict=True)]
-        if set(hosts.values()) != {"1"}:
-            heads.insert(3, "hosts")
-            rows = [[*row[:3], hosts[row[0]], *row[3:]] for row in rows]
-        return Table("", heads, rows)
-
-    @cached_property
-    def _layouts(self) -> list[str]:
-        """Of each start the scheme and its shape, and what else the others had otherwise."""
-        told = [without(start.keys, INCIDENTAL, LEARNING, SHAPE, frozenset({"scheme"})) for start in self.starts]
-        names = differing(told)
-        return [_layout(start, names) for start in self.starts]
 
     # ---- charts
 
@@ -331,7 +315,7 @@ class Report:
         """All that the lines and tables say, for JSON."""
         path = str(self.run.path)
         if not self.has_steps:
-            return {"path": path, "steps_done": 0, "sessions": self._session_figures()}
+            return {"path": path, "steps_done": 0, "sessions": self.sessions.figures()}
         config, attributes = self.start.config, self.start.attributes
         keys = ("scheme", "depth", "micro_batches", "accumulate", "model", "sequence_length", "precision")
         return {
@@ -366,7 +350,7 @@ class Report:
             "workers": self._worker_figures(),
             "memory_measured": attributes.get("memory_measured"),
             "sampled_steps": list(self.part.sampled_steps) if self.drawable else [],
-            "sessions": self._session_figures(),
+            "sessions": self.sessions.figures(),
         }
 
     def _bubble_figures(self) -> dict[str, float] | None:
@@ -382,23 +366,11 @@ class Report:
                 found.update(predicted_bytes=float(predicted), measured_bytes=float(measured))
         return figures
 
-    def _session_figures(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "session": start.number,
-                **{name: getattr(start.session, name) for name in ("start", "end", "reason", "host", "ranks")},
-                "first_step": start.session.first_step,
-                "steps": self.run.steps["step"][start.rows[[0, -1]]].tolist() if len(start.rows) else [],
-                "layout": layout,
-            }
-            for start, layout in zip(self.starts, self._layouts, strict=True)
-        ]
-
 
 def report_of(run: Run, session: int | None = None) -> Report:
     """Raises InputError if there is no such session, or if the log is none of a training."""
     made = Report(part_of(run, session))
-    _ = made.start.config
+    check_training(made.start)
     return made
 
 
@@ -406,19 +378,6 @@ def summary(run: Run, session: int | None = None, width: int = 80) -> list[str]:
     """The run in lines of text: losses, throughput, the bubble as planned and as measured, memory."""
     made = report_of(run, session)
     return [*made.lines(), *(line for table in made.short_tables() for line in ("", table_text(table, width)))]
-
-
-def deaths(run: Run) -> list[str]:
-    """A line for each time that ranks died, and whether the others went on."""
-    lines = []
-    for session in run.sessions:
-        of = session.attributes
-        if "recovery_s" in of:
-            went_on = f"{session.ranks} rank{'s' * (session.ranks > 1)} went on in {of['recovery_s']:.2f} s"
-            lines.append(f"survived    {of['death']}; after {of['steps_done']} steps {went_on}")
-        elif "death" in of:
-            lines.append(f"ended       {of['death']}; after {of['steps_done']} steps nobody could go on")
-    return lines
 
 
 def interval_figures(interval: Interval) -> dict[str, Any]:
@@ -438,45 +397,3 @@ def breakdown_chart(title: str, groups: Sequence[str], times: Sequence[Times]) -
 def _clock_unit(seconds: float) -> tuple[str, float]:
     units = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
     return next((unit for unit in units if seconds >= 2 * unit[1]), units[-1])
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0-39, 80-99`; the numbers rise."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
-def _session_row(start: Start, layout: str) -> list[str]:
-    session, steps = start.session, start.run.steps["step"][start.rows]
-    return [
-        str(start.number),
-        session.start[:16].replace("T", " "),
-        _took(start),
-        layout,
-        _ranges(steps.tolist()) or "none",
-        session.reason or _without_reason(start),
-    ]
-
-
-def _took(start: Start) -> str:
-    session = start.session
-    if not session.end:
-        return "-"
-    return clock((datetime.fromisoformat(session.end) - datetime.fromisoformat(session.start)).total_seconds())
-
-
-def _without_reason(start: Start) -> str:
-    return "at work, or killed" if start.number == len(start.run.sessions) - 1 else "killed"
-
-
-def _layout(start: Start, more: Sequence[str]) -> str:
-    keys = start.keys
-    if "scheme" not in keys:
-        return f"{start.ranks} ranks"
-    others = "".join(f" {key}={keys.get(key)}" for key in more)
-    return f"{keys['scheme']} D={keys['depth']} W={start.width} N={keys['micro_batches']}{others}"

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from .. import draw
-from ..draw.chart import Drawn, chart_svg
+from ..draw.chart import Drawn
+from ..draw.chart_svg import chart_svg
 from ..draw.html import Parts, page
 from ..draw.table import Table, table_html
 from ..timeline import Timeline

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import Config, Steps
 from ..errors import InputError
-from ..runlog import Run, Session
-from ..sampled import asked_of, given_to, is_whole, layout_of
+from ..runlog import Run
+from ..sampled import Start, is_whole, starts_of
 from ..schedule import STREAMS, Schedule
 from ..timeline import Timeline
 
@@ -53,68 +52,21 @@ def canonical(keys: Mapping[str, Any]) -> str:
     return json.dumps(keys, sort_keys=True, default=str)
 
 
-@dataclass(frozen=True, eq=False)
-class Start:
-    """A session of a run: what the job was when it started."""
+def check_training(start: Start) -> None:
+    """Raises InputError if the log has not what `train` writes, or a configuration that it does not know."""
+    missing = [name for name in ("config", "width", "mini_batch_size") if name not in start.attributes]
+    if missing:
+        raise InputError(f"{start.run.path} has no {missing[0]!r}: is it the log of a training?")
+    if start.depth * start.width != start.ranks:
+        raise InputError(f"{start.run.path} has {start.ranks} ranks with depth={start.depth} and width={start.width}")
 
-    run: Run
-    number: int
 
-    @property
-    def session(self) -> Session:
-        return self.run.sessions[self.number]
-
-    @cached_property
-    def attributes(self) -> dict[str, Any]:
-        return given_to(self.run, self.number)
-
-    @cached_property
-    def keys(self) -> dict[str, Any]:
-        """The configuration as it was written down."""
-        found = json.loads(str(self.attributes.get("config", "{}")))
-        return found if isinstance(found, dict) else {}
-
-    @cached_property
-    def config(self) -> Config:
-        """Raises InputError if the log has none of a run that `train` knows."""
-        missing = [name for name in ("config", "width", "mini_batch_size") if name not in self.attributes]
-        if missing:
-            raise InputError(f"{self.run.path} has no {missing[0]!r}: is it the log of a training?")
-        found = asked_of(self.run, self.number)
-        if found.depth * self.width != self.ranks:
-            raise InputError(f"{self.run.path} has {self.ranks} ranks with depth={found.depth} and width={self.width}")
-        return found
-
-    @property
-    def ranks(self) -> int:
-        return self.session.ranks
-
-    @property
-    def width(self) -> int:
-        return int(self.attributes["width"])
-
-    @cached_property
-    def hosts(self) -> tuple[str, ...]:
-        """Each once."""
-        return tuple(dict.fromkeys(json.loads(str(self.attributes.get("hosts", "[]"))) or [self.session.host]))
-
-    @cached_property
-    def layout(self) -> str:
-        """Equal where steps do the same in the same way."""
-        parts = {"ranks": self.ranks, "hosts": len(self.hosts), "partition": self.attributes.get("partition")}
-        if self.keys.get("scheme") in STREAMS:  # its steps come in passes, whose length depends on where it began
-            parts["steps"] = self.plan.steps
-        return canonical({**without(self.keys, INCIDENTAL, LEARNING), **parts})
-
-    @cached_property
-    def plan(self) -> Steps:
-        """The schedule that was carried out. Raises InputError if this program does not know the scheme."""
-        return layout_of(self.run, self.number).plan
-
-    @cached_property
-    def rows(self) -> NDArray[np.intp]:
-        """Where its steps are in the log."""
-        return np.flatnonzero(self.run.steps["session"] == self.number)
+def layout_of(start: Start) -> str:
+    """Equal where steps do the same in the same way."""
+    parts = {"ranks": start.ranks, "hosts": len(start.hosts), "partition": start.attributes.get("partition")}
+    if start.keys.get("scheme") in STREAMS:  # its steps come in passes, whose length depends on where it began
+        parts["steps"] = start.plan.steps
+    return canonical({**without(start.keys, INCIDENTAL, LEARNING), **parts})
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,10 +138,6 @@ class Part:
         return self.run.timeline(self.sampled_steps[-1] if step is None else step, self.schedule)
 
 
-def starts_of(run: Run) -> list[Start]:
-    return [Start(run, number) for number in range(len(run.sessions))]
-
-
 def part_of(run: Run, session: int | None = None) -> Part:
     """The steps of `session`; by default of all sessions that had the layout of the last one that did a step.
 
@@ -204,4 +152,5 @@ def part_of(run: Run, session: int | None = None) -> Part:
     last_start = next((start for start in reversed(starts) if len(start.rows)), starts[-1])
     if len(starts) == 1 or not len(last_start.rows):
         return Part(run, (last_start,))
-    return Part(run, tuple(s for s in starts if s is last_start or (len(s.rows) and s.layout == last_start.layout)))
+    layout = layout_of(last_start)
+    return Part(run, tuple(s for s in starts if s is last_start or (len(s.rows) and layout_of(s) == layout)))

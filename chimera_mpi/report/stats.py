@@ -27,6 +27,9 @@ class Interval(NamedTuple):
         half = self.half if isfinite(self.half) else 0.0
         return self.value - half, self.value + half
 
+    def scaled(self, by: float) -> Interval:
+        return self._replace(value=self.value * by, half=self.half * by)
+
     def __str__(self) -> str:
         """Both to the same place: `123.4 ± 2.1`."""
         if not isfinite(self.half):

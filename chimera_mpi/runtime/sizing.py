@@ -55,26 +55,36 @@ def layers_of(
     found = []
     for index, factory in enumerate(model.layers):
         shapes = tuple(of_size[index] for of_size in outputs)
-        alike = model.layers.index(factory)
-        at_few, at_many = measured(alike, shapes, index == 0, index == last)
-        per_sample = partial(_slope, sizes, at_few, at_many)
-        found.append(
-            LayerWork(
-                kind=kinds.of(at_few),
-                parameters=at_few.parameters,
-                forward_flops=flops[index] / few,
-                backward_flops=per_sample("backward_flops"),
-                input_bytes=per_sample("input_bytes"),
-                output_bytes=sum(spec.nbytes for spec in outputs[0][index + 1]) / few,
-                activation_bytes=per_sample("kept_bytes"),
-                deferred_bytes=per_sample("deferred_bytes"),
-                working_bytes=per_sample("working_bytes"),
-                matrix_bytes=max(at_few.working_bytes - few * per_sample("working_bytes"), 0),
-                beside_matrix_bytes=per_sample("working_bytes"),
-                input_working_bytes=per_sample("input_working_bytes"),
-            )
-        )
+        passes = measured(model.layers.index(factory), shapes, index == 0, index == last)
+        output_bytes = sum(spec.nbytes for spec in outputs[0][index + 1]) / few
+        found.append(_shared_out(kinds.of(passes[0]), sizes, passes, flops[index] / few, output_bytes))
     return tuple(found)
+
+
+def _shared_out(
+    kind: str, sizes: tuple[int, int], passes: tuple[Pass, Pass], forward_flops: float, output_bytes: float
+) -> LayerWork:
+    """What a layer does with a sample: the difference of two sizes of a micro-batch."""
+    few, many = passes
+
+    def per_sample(name: str) -> float:
+        return (getattr(many, name) - getattr(few, name)) / (sizes[1] - sizes[0])
+
+    working_bytes = per_sample("working_bytes")
+    return LayerWork(
+        kind=kind,
+        parameters=few.parameters,
+        forward_flops=forward_flops,
+        backward_flops=per_sample("backward_flops"),
+        input_bytes=per_sample("input_bytes"),
+        output_bytes=output_bytes,
+        activation_bytes=per_sample("kept_bytes"),
+        deferred_bytes=per_sample("deferred_bytes"),
+        working_bytes=working_bytes,
+        matrix_bytes=max(few.working_bytes - sizes[0] * working_bytes, 0),
+        beside_matrix_bytes=working_bytes,
+        input_working_bytes=per_sample("input_working_bytes"),
+    )
 
 
 class Pass(NamedTuple):
@@ -88,10 +98,6 @@ class Pass(NamedTuple):
     deferred_bytes: int
     working_bytes: int
     input_working_bytes: int
-
-
-def _slope(sizes: tuple[int, int], few: Pass, many: Pass, name: str) -> float:
-    return (getattr(many, name) - getattr(few, name)) / (sizes[1] - sizes[0])
 
 
 class Kinds:

@@ -41,7 +41,7 @@ from chimera_mpi.predict.machine import (
     write_machine,
 )
 from chimera_mpi.predict.partition import Cuts
-from chimera_mpi.predict.work import LayerWork, Work, bert_work, gpt_work
+from chimera_mpi.predict.work import LayerWork, Transformer, Work, bert_work, gpt_work
 from chimera_mpi.schedule import STREAMS
 from chimera_mpi.schedule.timing import makespan
 
@@ -118,10 +118,10 @@ def work_of(model: str) -> Work:
     how = {"tied": False, "dropout": 0.1, "device": "cuda", "fused": False}
     if model == "Bert-48":
         shape = {"layers": 48, "hidden": 1024, "heads": 16, "vocabulary": 30522, "positions": 512}
-        return _keeping(bert_work(**shape, sequence_length=128, **how), lambda block: 11 * 2**20)
+        return _keeping(bert_work(Transformer(**shape, sequence_length=128, **how)), lambda block: 11 * 2**20)
     layers = {"GPT-2": 64, "GPT-2-32": 32}[model]
     shape = {"layers": layers, "hidden": 1280, "heads": 20, "vocabulary": 50257, "positions": 1024}
-    plain = gpt_work(**shape, sequence_length=632, **how)
+    plain = gpt_work(Transformer(**shape, sequence_length=632, **how))
     return _keeping(plain, lambda block: block.activation_bytes + 3 * 4 * block.output_bytes)
 
 

@@ -11,10 +11,10 @@ from chimera_mpi.predict.estimate import Choice, costs_of, estimate, schedule_of
 from chimera_mpi.predict.footprint import memory_of
 from chimera_mpi.predict.machine import AllReduce, Compute, Level, Machine, Optimizer, Point
 from chimera_mpi.predict.performance import performance
-from chimera_mpi.predict.work import gpt_work
+from chimera_mpi.predict.work import Transformer, gpt_work
 from chimera_mpi.schedule import SCHEMES, STREAMS, build, without_updates
 
-WORK = gpt_work(layers=14, hidden=64, heads=4, vocabulary=200, positions=32, sequence_length=32)
+WORK = gpt_work(Transformer(layers=14, hidden=64, heads=4, vocabulary=200, positions=32, sequence_length=32))
 BLOCK, HEAD = WORK.layers[1], WORK.layers[-1]
 MACHINE = Machine(
     name="test",

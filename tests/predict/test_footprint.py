@@ -11,11 +11,11 @@ from chimera_mpi.predict import peak_bytes, simulate
 from chimera_mpi.predict.footprint import Buffers, Footprint, memory_of
 from chimera_mpi.predict.memory import Sizes, most_held
 from chimera_mpi.predict.partition import Recompute
-from chimera_mpi.predict.work import bert_work, gpt_work
+from chimera_mpi.predict.work import Transformer, bert_work, gpt_work
 from chimera_mpi.schedule import SCHEMES, build
 
 SHAPE = {"layers": 14, "hidden": 64, "heads": 4, "vocabulary": 500, "positions": 32, "sequence_length": 32}
-WORK = gpt_work(**SHAPE, tied=False)
+WORK = gpt_work(Transformer(**SHAPE, tied=False))
 
 
 class Choice(NamedTuple):
@@ -79,7 +79,7 @@ def test_recomputing_fewer_layers_at_a_time_needs_less_at_work_and_keeps_more():
 
 @pytest.mark.parametrize("work", [gpt_work, bert_work])
 def test_a_tied_matrix_is_there_once_in_a_stage_that_has_both_and_summed_once_on_a_worker(work):
-    tied, free = work(**SHAPE, tied=True), work(**SHAPE, tied=False)
+    tied, free = (work(Transformer(**SHAPE, tied=tied)) for tied in (True, False))
     matrix_bytes = 4 * SHAPE["vocabulary"] * SHAPE["hidden"]
     for scheme, depth, weights, gradients in (("1f1b", 1, 1, 1), ("1f1b", 2, 0, 0), ("chimera", 2, 0, 1)):
         schedule = build(scheme, depth, 2)

@@ -24,9 +24,9 @@ from chimera_mpi.predict.machine import (
     read_machine,
     write_machine,
 )
-from chimera_mpi.predict.work import gpt_work
+from chimera_mpi.predict.work import Transformer, gpt_work
 
-LAYERS = gpt_work(layers=1, hidden=64, heads=4, vocabulary=100, positions=32, sequence_length=32).layers
+LAYERS = gpt_work(Transformer(layers=1, hidden=64, heads=4, vocabulary=100, positions=32, sequence_length=32)).layers
 BLOCK = LAYERS[1]
 SHAPE = {"forward_flops": BLOCK.forward_flops, "backward_flops": BLOCK.backward_flops}
 

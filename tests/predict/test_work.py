@@ -16,7 +16,7 @@ from chimera_mpi.config import checked, load, presets
 from chimera_mpi.data import Corpus, MaskedBatches
 from chimera_mpi.errors import InputError
 from chimera_mpi.models import BERT, GPT, bert, gpt, make_layer, parameter_count
-from chimera_mpi.predict.work import bert_work, gpt_work
+from chimera_mpi.predict.work import Transformer, bert_work, gpt_work
 from chimera_mpi.runtime.gradients import accumulated_in
 from chimera_mpi.runtime.optimizer import OPTIMIZERS, Recipe
 from chimera_mpi.runtime.sizing import layers_of
@@ -40,11 +40,14 @@ def shape_of(shape, tied=False, dropout=0.0):
     return keys, tokens
 
 
+SHAPE = {**shape_of(SHAPES[0])[0], "sequence_length": SHAPES[0][-1]}
+
+
 def model_and_work(kind, shape, precision="fp32", tied=False, dropout=0.0):
     keys, tokens = shape_of(shape, tied, dropout)
     model = gpt(GPT(**keys)) if kind == "gpt" else bert(BERT(**keys))
     closed = gpt_work if kind == "gpt" else bert_work
-    return model, closed(**keys, sequence_length=tokens, precision=precision)
+    return model, closed(Transformer(**keys, sequence_length=tokens, precision=precision))
 
 
 def entering(kind, tokens, samples):
@@ -207,7 +210,7 @@ def test_parameters_are_those_of_the_model(source):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_bytes_of_a_parameter_are_those_of_its_tensors(precision):
     dtype = PRECISIONS[precision]
-    work = gpt_work(**shape_of(SHAPES[0])[0], sequence_length=8, precision=precision)
+    work = gpt_work(Transformer(**SHAPE, precision=precision))
     assert (work.parameter_bytes, work.gradient_bytes) == (dtype.itemsize, accumulated_in(dtype).itemsize)
     assert work.master_bytes == (work.gradient_bytes if accumulated_in(dtype) != dtype else 0)
 
@@ -220,21 +223,20 @@ def test_an_optimizer_s_state_is_what_it_keeps(optimizer):
     made = Recipe(optimizer, momentum=0.9).build([weight])
     made.step()
     kept = sum(value.nbytes for value in made.state[weight].values() if isinstance(value, torch.Tensor))
-    work = gpt_work(**shape_of(SHAPES[0])[0], sequence_length=8, optimizer=optimizer)
+    work = gpt_work(Transformer(**SHAPE, optimizer=optimizer))
     assert kept == pytest.approx(work.state_bytes * weight.numel(), abs=8 * 700)
-    assert gpt_work(**shape_of(SHAPES[0])[0], sequence_length=8, optimizer="sgd", momentum=0).state_bytes == 0
+    assert gpt_work(Transformer(**SHAPE, optimizer="sgd", momentum=0)).state_bytes == 0
 
 
 @pytest.mark.parametrize("tokens", [8, 33, 128, 512])
 def test_as_many_tokens_are_masked_as_in_bert_s_data(tokens):
     corpus = Corpus(Path("zeros"), "train", tokens, 9, np.zeros(9 * tokens, np.int64), 0.0, "")
     data = MaskedBatches(corpus, (1,))
-    keys = {**shape_of(SHAPES[0])[0], "positions": tokens}
-    default, told = (bert_work(**keys, sequence_length=tokens, masked=masked) for masked in (None, data.masked))
-    assert default == told != bert_work(**keys, sequence_length=tokens, masked=data.masked + 1)
+    model = Transformer(**{**SHAPE, "positions": tokens, "sequence_length": tokens})
+    assert bert_work(model) == bert_work(model, masked=data.masked) != bert_work(model, masked=data.masked + 1)
 
 
 @pytest.mark.parametrize(("key", "value"), [("precision", "fp8"), ("optimizer", "adam")])
 def test_an_unknown_name_is_refused_in_a_line(key, value):
     with pytest.raises(InputError, match=f"{key}='{value}' is unknown: "):
-        gpt_work(**shape_of(SHAPES[0])[0], sequence_length=8, **{key: value})
+        gpt_work(Transformer(**SHAPE, **{key: value}))

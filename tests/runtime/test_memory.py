@@ -16,7 +16,7 @@ from chimera_mpi.data import even_sizes
 from chimera_mpi.models import GPT, gpt
 from chimera_mpi.predict.footprint import Buffers, Footprint, Memory
 from chimera_mpi.predict.partition import Recompute, cut_uniformly
-from chimera_mpi.predict.work import gpt_work
+from chimera_mpi.predict.work import Transformer, gpt_work
 from chimera_mpi.runtime.mailbox import Delivery
 from chimera_mpi.runtime.optimizer import Recipe
 from chimera_mpi.runtime.stage import Stage
@@ -30,7 +30,7 @@ BOUNDARY_BYTES = 4 * SAMPLES * TOKENS * WIDE.hidden
 
 
 def work_of(shape, precision="fp32"):
-    return gpt_work(**asdict(shape), sequence_length=TOKENS, precision=precision)
+    return gpt_work(Transformer(**asdict(shape), sequence_length=TOKENS, precision=precision))
 
 
 class Held(NamedTuple):

@@ -218,6 +218,28 @@ def test_a_full_disk_on_one_rank_ends_all_ranks_alike(comm, monkeypatch, rank, c
         assert comm.rank or list(losses) == [2, 3, 4, 5]
 
 
+@pytest.mark.mpi(2)
+def test_who_writes_still_when_another_cannot_leaves_nothing(comm, monkeypatch):
+    written = checkpoint._write
+
+    def slow(*arguments):
+        time.sleep(0.02)
+        written(*arguments)
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with scratch(comm) as folder:
+        train(comm, folder, depth=2, steps=2)
+        monkeypatch.setattr(checkpoint, "_write", slow if comm.rank else full)
+        with pytest.raises(RunFailed, match=r"by rank 0 .No space left on device"):
+            train_to_the_end(comm, folder, depth=2, resume="auto")
+        meet(comm)
+        time.sleep(0.5)
+        assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+        meet(comm)
+
+
 def train_to_the_end(comm, folder, resume, **asked):
     """As `train` on all ranks, when it may fail."""
     resumed = find(comm, resume, folder).checkpoint

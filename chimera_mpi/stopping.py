@@ -153,7 +153,19 @@ def slurm_job(environ: Mapping[str, str]) -> str | None:
 def slurm_end(
     job: str, environ: Mapping[str, str], run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
 ) -> datetime | None:
-    """When Slurm will end the job, in local time; None if it has no limit. Raises InputError."""
+    """When Slurm will end the job, in local time; None if it has no limit. Where it does not answer, what it told the
+    job when it started. Raises InputError."""
+    try:
+        return _asked_end(job, environ, run)
+    except InputError:
+        if (told := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
+            return datetime.fromtimestamp(int(told))
+        raise
+
+
+def _asked_end(
+    job: str, environ: Mapping[str, str], run: Callable[..., subprocess.CompletedProcess[str]]
+) -> datetime | None:
     command = ["squeue", "-h", "-j", job, "-o", "%e"]
     environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
     try:

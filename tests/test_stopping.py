@@ -115,6 +115,7 @@ def test_a_signal_is_noted_and_handlers_come_back(number):
         assert signals.number == number
         assert Stops(signals).why([0, float(signals.number)]) == f"{number.name} on rank 1"
     assert signal.getsignal(number) == before
+    assert slurm_end("7", {"SLURM_JOB_END_TIME": "1796063400"}, squeue) == datetime.fromtimestamp(1796063400)
 
 
 def test_signals_late_in_an_end_change_nothing():

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import InputError, RunFailed
-from ..stopping import AGAIN, End, Signals, Stops, find_limit, save_seconds, share_limit
+from ..stopping import AGAIN, LAPS, End, Signals, Stops, TimeLimit, find_limit, save_seconds, share_limit
 from ._desk import Desk
 from ._job import Asked, facts_of, find_asked, fitted, on_rank_0, settle
 from ._keys import listed
@@ -99,7 +99,7 @@ def _carry_out(world: Any, config: Config, signals: Signals, began_s: float) -> 
         return 0
     facts = facts_of(world, settle(config, asked.node), asked)
     job = fitted(world, asked)
-    limit = agree(world, on_rank_0(world, lambda: find_limit(config.time_limit, began_s, os.environ, _save_s(job))))
+    limit = agree(world, on_rank_0(world, lambda: _limit(job, began_s)))
     stops = Stops(signals, share_limit(limit, world.bcast) if config.survive else limit)
     with ExitStack() as stack:
         desk = Desk(asked, facts, stops, stack)
@@ -182,8 +182,22 @@ def _tell_end(run: Run | None, end: End) -> None:
         print(f"chimera-mpi: {end.reason}", file=sys.stderr, flush=True)
 
 
-def _save_s(job: Job) -> float:
-    """Seconds that a first checkpoint may take."""
+def _summary(log: Path) -> list[str]:
+    """A log that cannot be read changes nothing of how its run has ended."""
+    from .. import report
+    from ..runlog import read_run
+
+    try:
+        return report.summary(read_run(log))
+    except InputError as error:
+        return [f"there is no summary: {error}"]
+
+
+def _limit(job: Job, began_s: float) -> TimeLimit | None:
+    """Raises InputError."""
     from ..models import parameter_count
 
-    return save_seconds(parameter_count(job.task.model)) if job.config.checkpoint else 0.0
+    config = job.config
+    save_s = save_seconds(parameter_count(job.task.model)) if config.checkpoint else 0.0
+    rhythm = max(config.eval_every, config.checkpoint_every or 1, config.check_replicas or 1)
+    return find_limit(config.time_limit, began_s, os.environ, save_s, max(LAPS, 1 + rhythm))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import launch
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from chimera_mpi import report
 from chimera_mpi.cli import main
 from chimera_mpi.commands._ranks import refuse_singletons
+from chimera_mpi.commands.train import _tell_end
 from chimera_mpi.config import Config, load, presets, schedule_of
 from chimera_mpi.data import prepare
 from chimera_mpi.errors import InputError
@@ -20,6 +23,7 @@ from chimera_mpi.predict import simulate
 from chimera_mpi.predict.partition import by_thirds
 from chimera_mpi.runlog import read_run
 from chimera_mpi.schedule import needs
+from chimera_mpi.stopping import AGAIN, End
 from chimera_mpi.train import plan_job
 
 ROOT = Path(__file__).parent.parent
@@ -135,6 +139,29 @@ def test_the_log_has_the_memory_that_was_predicted(folder, serial):
 
 
 def test_an_existing_log_is_not_touched(folder):
+def test_a_log_that_is_gone_changes_nothing_of_how_a_run_ended(tmp_path, capsys):
+    saver = SimpleNamespace(newest=tmp_path / "step-00000007")
+    run = SimpleNamespace(log=SimpleNamespace(path=tmp_path / "moved.h5"), saver=saver, recorder=None)
+    _tell_end(run, End("SIGUSR1 on rank 0: stopped", AGAIN))
+    told, wrong = capsys.readouterr()
+    assert f"there is no summary: {tmp_path}/moved.h5 cannot be read" in told and "step-00000007" in told
+    assert wrong == "chimera-mpi: SIGUSR1 on rank 0: stopped\n"
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says(folder):
+    keys = ("depth=1", "log=unread.h5", "steps=40", "eval_every=1", "checkpoint=unread")
+    command = [sys.executable, "-m", "chimera_mpi", "train", "small.toml", *keys]
+    with subprocess.Popen(
+        command, cwd=folder, env=launch.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as run:
+        while not run.stdout.readline().startswith("step 1/"):
+            assert run.poll() is None
+        run.stdout.close()
+        assert (run.stderr.read(), run.wait()) == ("", 0)
+    assert len(read_run(folder / "unread.h5").steps["step"]) == 40
+    assert (folder / "unread" / "step-00000040").is_dir()
+
+
     (folder / "taken.h5").write_bytes(b"somebody's work")
     done = train(2, folder, "taken.h5", "depth=2")
     assert done.returncode == 2

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import InputError, RunFailed
@@ -19,6 +20,7 @@ from ._desk import Desk
 from ._job import Asked, facts_of, find_asked, fitted, on_rank_0, settle
 from ._keys import listed
 from ._ranks import end_all, ending_together, library_name, refuse_singletons
+from ._terminal import say
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -136,10 +138,7 @@ def _survive(world: Any, job: Job, asked: Asked, desk: Desk) -> NoReturn:
         end = End(str(error), 1)
     desk.close(end)
     if survival.speaks:
-        try:
-            _tell_end(survival.run, end)
-        except InputError as error:  # of a summary; the end is what it is
-            print(f"chimera-mpi: {error}", file=sys.stderr, flush=True)
+        _tell_end(survival.run, end)
     # All ranks are done with MPI, but where one has died, be it just now, MPI may never be through with its own end.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -168,16 +167,13 @@ def _room_bytes(asked: Asked, machine_bytes: float) -> float:
 
 def _tell_end(run: Run | None, end: End) -> None:
     """What there is of the run, and why it ended early."""
-    from .. import report
-    from ..runlog import read_run
-
     log = run.log if run else None
-    lines = ["", *report.summary(read_run(log.path)), f"log         {log.path}"] if log else []
+    lines = ["", *_summary(log.path), f"log         {log.path}"] if log else []
     if run and run.saver and run.saver.newest:
         lines.append(f"checkpoint  {run.saver.newest}")
     lines += [f"profile     {words}" for words in (run.recorder.told if run and run.recorder else ())]
     if lines:
-        print("\n".join(lines), flush=True)
+        say("\n".join(lines))
     if end.code:
         print(f"chimera-mpi: {end.reason}", file=sys.stderr, flush=True)
 

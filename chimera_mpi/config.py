@@ -36,7 +36,7 @@ DEFAULT_DATA = Path("data/corpus.h5")
 
 Count = Annotated[int, Field(ge=1, le=10**9, strict=True)]
 Number = Annotated[int, Field(ge=0, le=10**9, strict=True)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Switch = Annotated[bool, Field(strict=True)]
 
 
@@ -356,9 +356,11 @@ def _value(text: str) -> Any:
 
 
 def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = str(first["loc"][0])
+    first, *others = error.errors()
+    key, value = str(first["loc"][0]), first["input"]
+    if first["type"] == "literal_error" and not isinstance(value, str):  # which may be a number or the like, too
+        first = next((other for other in others if other["loc"][0] == key), first)
     if first["type"] == "extra_forbidden":
         return f"unknown key {key!r}: {nearest(key, Config.model_fields)}"
     default = Config.model_fields[key].default
-    return f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}; try {key}={default}"
+    return f"{key}={value!r}: {first['msg'][0].lower()}{first['msg'][1:]}; try {key}={default}"

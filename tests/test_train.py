@@ -235,6 +235,10 @@ def test_what_cannot_be_is_refused(overrides, ranks, message):
         ("steps=1\nlayers=3", "steps='1\\nlayers=3'"),
         ("optimizer=adam", "optimizer='adam': input should be 'adamw', 'sgd'"),
     ],
+        ("watchdog_s=-1", "watchdog_s=-1: input should be greater than 0; try watchdog_s=auto"),
+        ("watchdog_s=1e12", "watchdog_s=1000000000000.0: input should be less than or equal to 1000000000"),
+        ("recompute=0", "recompute=0: input should be greater than or equal to 1; try recompute=none"),
+        ("partition=[0,3]", "partition=[0, 3]: input should be greater than or equal to 1; try partition=uniform"),
 )
 def test_wrong_keys_and_values_are_refused(override, message):
     with pytest.raises(InputError) as refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -327,7 +328,7 @@ def _read(source: str) -> dict[str, Any]:
     if source in presets():
         return tomllib.loads((_folder() / f"{source}.toml").read_text())
     path = Path(source)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError(f"{source!r} is neither a preset nor a file: {nearest(source, presets())}")
     try:
         return tomllib.loads(path.read_text())

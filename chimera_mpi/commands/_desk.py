@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import InputError, refusing
 from ..predict import weight_versions
 from ._job import Asked, make_folder, on_rank_0
 from ._terminal import say
@@ -95,7 +95,7 @@ class Desk:
         path = None if config.log == "auto" else Path(config.log)
         before = resumed.facts["log"] if resumed and config.log == config.resume == "auto" else None
         there = Path(before) if before else path
-        if there and config.resume and there.exists():
+        if there and config.resume and os.path.exists(there):
             _check_log(there, job, self.asked.validation.sha256, resumed.step if resumed else 0)
             log = RunLog.append(there, attributes, ranks, locking=locking)
         else:
@@ -158,7 +158,8 @@ def _refuse_folder(folder: Path, choice: Choice) -> None:
     """Raises InputError if another run's checkpoints are in it."""
     from ..checkpoint import found_in
 
-    there, begins = found_in(folder), choice.checkpoint
+    with refusing(f"checkpoint={folder} cannot be read"):
+        there, begins = found_in(folder), choice.checkpoint
     if there and (begins is None or begins.path.parent.resolve() != folder.resolve()):
         raise InputError(
             f"{there[0]} is there already, and this run does not go on from it: "

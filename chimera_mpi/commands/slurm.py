@@ -10,7 +10,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, get_args
 
 from ..errors import InputError
@@ -20,8 +19,8 @@ from ._plan import count
 EXAMPLE = """\
   chimera-mpi slurm train.toml --nodes 64 --gpus-per-node 4 scheme=chimera depth=16 > job.sbatch
   sbatch job.sbatch"""
-LONGEST_WARNING_S = 65_535  # that sbatch takes
 
+LONGEST_WARNING_S = 65_535  # that sbatch takes
 
 What = Literal["train", "plan_and_train", "calibrate"]
 
@@ -51,6 +50,7 @@ class Settings:
             if not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", option):
                 raise InputError(f"{option!r} is no option of sbatch: give, for example, --option partition=gpu")
         if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time):
+            raise InputError(f"time {self.time!r} is none of Slurm's: try 1:00:00 for an hour, 2-00:00:00 for two days")
         if self.warning_s > LONGEST_WARNING_S:
             raise InputError(
                 f"Slurm warns {LONGEST_WARNING_S} s before the end at most, not {self.warning_s}: try --warning-s 300"
@@ -60,12 +60,12 @@ class Settings:
                 f"a warning {self.warning_s} s before the end of --time {self.time} comes at the start, and the job "
                 "would queue itself again for ever: give a longer --time, or a shorter --warning-s"
             )
-            raise InputError(f"time {self.time!r} is none of Slurm's: try 1:00:00 for an hour, 2-00:00:00 for two days")
 
     @property
     def ranks(self) -> int:
         """Of the whole job."""
         return self.nodes * self.ranks_per_node
+
 
 def _seconds(time: str) -> int:
     """A limit as Slurm reads it, in whole minutes; 0 is none. Days come before hours, else the first are minutes unless
@@ -76,7 +76,6 @@ def _seconds(time: str) -> int:
         parts.insert(0, 0)
     hours, minutes, seconds = (*parts, 0, 0)[:3]
     return 60 * math.ceil((((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds) / 60)
-
 
 
 def job_script(settings: Settings) -> str:
@@ -276,7 +275,7 @@ def _refusal(settings: Settings) -> str:
 
 def _refuse_what_would_fail(settings: Settings) -> None:
     """Raises InputError now for what the job would find only after it has waited in the queue."""
-    if not Path(settings.env).is_file():
+    if not os.path.isfile(settings.env):
         raise InputError(f"there is no {settings.env}: name your cluster's by --env, or run this where it lies")
     from ..config import load, schedule_of
 

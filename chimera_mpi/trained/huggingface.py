@@ -60,7 +60,7 @@ def import_model(source: Path, output: Path) -> Imported:
     The folder has a config.json and perhaps a tokenizer.json, and its weights in one file or in several with an index.
     Half precision becomes float32. Raises InputError, and then leaves nothing.
     """
-    folder = source if source.is_dir() else source.parent
+    folder = source if os.path.isdir(source) else source.parent
     refuse_taken(output)
     weights = _weights_in(source)
     with _named(folder / CONFIG):
@@ -108,11 +108,11 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _weights_in(source: Path) -> dict[str, torch.Tensor]:
-    if source.is_dir():
+    if os.path.isdir(source):
         return _weights_in_folder(source)
     if source.suffix in PICKLES:
         raise InputError(_pickled(source))
-    if not source.is_file():
+    if not os.path.isfile(source):
         raise InputError(f"there is no {source}: give a folder with {CONFIG} and safetensors, or one such file")
     if source.suffix != ".safetensors":
         raise InputError(f"{source} is no safetensors file: give a folder or a FILE.safetensors")

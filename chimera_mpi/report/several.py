@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import combinations
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from typing import Any, NamedTuple
 
 from ..draw.chart import Bar, Bars, Chart, Drawn, Series, thinned
@@ -181,12 +181,13 @@ class Comparison:
     # ---- charts
 
     def charts(self) -> list[Drawn]:
-        return [
+        drawn: list[Drawn | None] = [
             *(chart for scaling in self.scalings for chart in _scaling_charts(scaling)),
             self._bars(),
             self._losses(),
             breakdown_chart("Where a step goes, average worker", self._names, [m.times for m in self.configurations]),
         ]
+        return [chart for chart in drawn if chart]
 
     @property
     def _names(self) -> list[str]:
@@ -201,10 +202,10 @@ class Comparison:
                 return names
         return [f"{made.number}: {made.name}" for made in self.configurations]
 
-    def _bars(self) -> Bars:
+    def _bars(self) -> Bars | None:
         """The fastest of each scheme for each number of ranks and mini-batch."""
         best: dict[str, dict[tuple[int, int], Configuration]] = defaultdict(dict)
-        for made in self.configurations:
+        for made in _timed(self.configurations):
             group, there = (made.ranks, made.mini_batch), best[made.label]
             there[group] = max(there.get(group, made), made, key=lambda each: each.throughput.value)
         groups = sorted({group for there in best.values() for group in there})
@@ -217,15 +218,16 @@ class Comparison:
             for label, there in best.items()
         ]
         names = [f"{ranks} rank{'s' * (ranks > 1)}, M={mini_batch}" for ranks, mini_batch in groups]
-        return Bars("Throughput, fastest of each scheme", "samples/s", names, bars)
+        return Bars("Throughput, fastest of each scheme", "samples/s", names, bars) if bars else None
 
-    def _losses(self) -> Chart:
+    def _losses(self) -> Chart | None:
         series = [
             Series(name, thinned(made.first.loss_points(), MOST_POINTS))
             for name, made in zip(self._names, self.configurations, strict=True)
         ]
+        series = [each for each in series if each.points]
         units = {made.first.loss_unit for made in self.configurations}
-        return loss_chart([each for each in series if each.points], units.pop() if len(units) == 1 else "loss")
+        return loss_chart(series, units.pop() if len(units) == 1 else "loss") if series else None
 
     def drawn(self) -> dict[str, Timeline]:
         """A measured step of the first run of each configuration that has one, as many as can be looked at."""
@@ -348,9 +350,14 @@ def scaled(interval: Interval, by: float) -> Interval:
 # ---- scaling
 
 
+def _timed(made: Iterable[Configuration]) -> list[Configuration]:
+    """Those of which it is known how long a step takes."""
+    return [each for each in made if 0 < each.throughput.value < inf]
+
+
 def _scaled(made: Sequence[Configuration]) -> list[Scaled]:
     best: dict[int, Configuration] = {}
-    for each in made:
+    for each in _timed(made):
         best[each.ranks] = max(best.get(each.ranks, each), each, key=lambda one: one.throughput.value)
     points = [best[ranks] for ranks in sorted(best)]
     return [_beside(points[0], point) for point in points]

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -231,11 +232,14 @@ def test_who_writes_still_when_another_cannot_leaves_nothing(comm, monkeypatch):
 
     with scratch(comm) as folder:
         train(comm, folder, depth=2, steps=2)
+        monkeypatch.setattr("chimera_mpi.saving.free_memory", lambda: 1.0)  # so that it writes in the background
         monkeypatch.setattr(checkpoint, "_write", slow if comm.rank else full)
         with pytest.raises(RunFailed, match=r"by rank 0 .No space left on device"):
             train_to_the_end(comm, folder, depth=2, resume="auto")
+        for thread in threading.enumerate():
+            if thread.name.startswith("checkpoint"):
+                thread.join()
         meet(comm)
-        time.sleep(0.5)
         assert [path.name for path in folder.iterdir()] == ["step-00000002"]
         meet(comm)
 

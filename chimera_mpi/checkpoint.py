@@ -152,7 +152,7 @@ def _opened(path: Path) -> Checkpoint:
 
 def found_in(folder: Path) -> list[Path]:
     """What has a checkpoint's name, the last step first."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
     steps = {path: int(name[1]) for path in folder.iterdir() if (name := NAME.fullmatch(path.name)) and path.is_dir()}
     return sorted(steps, key=steps.__getitem__, reverse=True)
@@ -174,7 +174,7 @@ def choose_newest(paths: Sequence[Path], whole: Callable[[Path], Checkpoint]) ->
         except InputError as error:
             passed_over.append(str(error))
     if passed_over:
-        raise InputError(f"{passed_over[0]}, and no other checkpoint is whole: start anew with another checkpoint=")
+        raise InputError(f"{passed_over[0]}, and no other checkpoint is whole: take another folder")
     return Choice(None)
 
 

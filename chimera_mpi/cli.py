@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -61,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"chimera-mpi: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader (`| head`) has had enough. What is still buffered must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from .commands._terminal import mute
+
+        mute()  # the reader (`| head`) has had enough: what is still buffered must not fail again at exit
         return 0
     except KeyboardInterrupt:
         return 130

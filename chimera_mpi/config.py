@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -36,7 +37,7 @@ DEFAULT_DATA = Path("data/corpus.h5")
 
 Count = Annotated[int, Field(ge=1, le=10**9, strict=True)]
 Number = Annotated[int, Field(ge=0, le=10**9, strict=True)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Switch = Annotated[bool, Field(strict=True)]
 
 
@@ -327,7 +328,7 @@ def _read(source: str) -> dict[str, Any]:
     if source in presets():
         return tomllib.loads((_folder() / f"{source}.toml").read_text())
     path = Path(source)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError(f"{source!r} is neither a preset nor a file: {nearest(source, presets())}")
     try:
         return tomllib.loads(path.read_text())
@@ -356,9 +357,11 @@ def _value(text: str) -> Any:
 
 
 def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = str(first["loc"][0])
+    first, *others = error.errors()
+    key, value = str(first["loc"][0]), first["input"]
+    if first["type"] == "literal_error" and not isinstance(value, str):  # which may be a number or the like, too
+        first = next((other for other in others if other["loc"][0] == key), first)
     if first["type"] == "extra_forbidden":
         return f"unknown key {key!r}: {nearest(key, Config.model_fields)}"
     default = Config.model_fields[key].default
-    return f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}; try {key}={default}"
+    return f"{key}={value!r}: {first['msg'][0].lower()}{first['msg'][1:]}; try {key}={default}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ class RunFailed(RuntimeError):
 
 def refuse_taken(output: Path) -> None:
     """Raises InputError if there is anything where something is to be made."""
-    if output.exists():
+    if os.path.exists(output):
         raise InputError(f"{output} exists and stays as it is: give another path, or remove it first")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ class Saver:
             raise error  # nothing that a user could help
         assert self._draft is not None
         draft, self._draft = self._draft, None
+        self.patience.until(self._work.done)  # what is given back must not be written anew
         everyone = self.world.allgather(None if error is None else _told(error))
         if self.world.rank == 0:
             draft.abandon()
@@ -163,22 +165,33 @@ def find(world: Comm, asked: str | None, folder: Path | None) -> Choice:
     """The checkpoint that `resume` asks for, all of it verified. Collective. Raises InputError on all ranks."""
     if asked is None:
         return Choice(None)
+    if asked == "auto":
+        assert folder is not None
+        return find_last(world, folder)
+    return find_named(world, Path(asked))
 
-    def whole(path: Path) -> Checkpoint:
-        checkpoint = agree(world, lambda: open_checkpoint(path))
-        agree(world, lambda: checkpoint.verify(range(world.rank, len(checkpoint.files), world.size)))
-        return checkpoint
 
-    def listed(of: Path) -> list[Path]:
-        with refusing(f"{of} cannot be read"):
-            return found_in(of) if world.rank == 0 else []
+def find_last(world: Comm, folder: Path) -> Choice:
+    """The last one in a folder that is whole, if any is there. Collective. Raises InputError on all ranks."""
+    return choose_newest(_listed(world, folder), partial(_verified, world))
 
-    named = folder if asked == "auto" else Path(asked)
-    assert named is not None
-    paths = world.bcast(agree(world, lambda: listed(named)))
-    if paths or asked == "auto":
-        if asked != "auto":
-            return choose_named(paths[0], paths, whole)
-        return choose_newest(paths, whole)
-    beside = world.bcast(agree(world, lambda: listed(named.parent)))
-    return choose_named(named, beside, whole)
+
+def find_named(world: Comm, path: Path) -> Choice:
+    """The one at `path`, or the last one in it. Collective. Raises InputError on all ranks if that is not whole."""
+    if within := _listed(world, path):
+        return choose_named(within[0], within, partial(_verified, world))
+    return choose_named(path, _listed(world, path.parent), partial(_verified, world))
+
+
+def _verified(world: Comm, path: Path) -> Checkpoint:
+    checkpoint = agree(world, lambda: open_checkpoint(path))
+    agree(world, lambda: checkpoint.verify(range(world.rank, len(checkpoint.files), world.size)))
+    return checkpoint
+
+
+def _listed(world: Comm, folder: Path) -> list[Path]:
+    def listed() -> list[Path]:
+        with refusing(f"{folder} cannot be read"):
+            return found_in(folder) if world.rank == 0 else []
+
+    return world.bcast(agree(world, listed))

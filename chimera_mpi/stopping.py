@@ -21,7 +21,7 @@ AGAIN = 75  # EX_TEMPFAIL of sysexits.h
 ECHO_S = 1.0  # launchers pass on what a terminal has sent already: an INT so soon after another is the same one
 EXIT_S = 5.0  # to close log and MPI
 WRITE_BYTES_PER_S = 100e6  # of a checkpoint, before one has been measured
-LAPS = 50  # of which the longest counts
+LAPS = 50  # of which the longest counts, unless what comes now and then comes less often
 SQUEUE_S = 60.0  # that a busy controller may take to answer
 
 
@@ -79,16 +79,27 @@ class TimeLimit:
     end_s: float
     name: str
     save_s: float = 0.0  # of a checkpoint, while none has been measured
-    _laps_s: deque[float] = field(default_factory=lambda: deque(maxlen=LAPS))
+    laps: int = LAPS
+    _longest: deque[tuple[int, float]] = field(default_factory=deque)  # of the last laps: those longer than all after
+    _lap: int = 0
     _at_s: float | None = None
 
     def is_near(self, now_s: float, save_s: float = 0.0) -> bool:
         """Whether to stop after the next pass, which is when all have heard; called once between two passes. The
         longest checkpoint took `save_s`, if there was one."""
         if self._at_s is not None:
-            self._laps_s.append(now_s - self._at_s)
+            self._note(now_s - self._at_s)
         self._at_s = now_s
-        return must_stop(self.end_s - now_s, max(self._laps_s, default=0.0), save_s or self.save_s)
+        pass_s = self._longest[0][1] if self._longest else 0.0
+        return must_stop(self.end_s - now_s, pass_s, save_s or self.save_s)
+
+    def _note(self, lap_s: float) -> None:
+        self._lap += 1
+        while self._longest and self._longest[-1][1] <= lap_s:
+            self._longest.pop()
+        self._longest.append((self._lap, lap_s))
+        if self._longest[0][0] <= self._lap - self.laps:
+            self._longest.popleft()
 
 
 def must_stop(left_s: float, pass_s: float, save_s: float) -> bool:
@@ -119,27 +130,28 @@ class Stops:
 
 
 def find_limit(
-    asked: str | float | None, began_s: float, environ: Mapping[str, str], save_s: float
+    asked: str | float | None, began_s: float, environ: Mapping[str, str], save_s: float, laps: int = LAPS
 ) -> TimeLimit | None:
-    """The limit that `time_limit` asks for: seconds since `began_s`, or the end of this Slurm job, if it has one.
+    """The limit that `time_limit` asks for: seconds since `began_s`, or the end of this Slurm job, if it has one. The
+    longest of the last `laps` passes counts.
 
     Raises InputError if Slurm does not tell.
     """
     if asked is None:
         return None
     if not isinstance(asked, str):
-        return TimeLimit(began_s + asked, f"time_limit={asked:g}", save_s)
+        return TimeLimit(began_s + asked, f"time_limit={asked:g}", save_s, laps)
     job = slurm_job(environ)
     end = slurm_end(job, environ) if job else None
     if end is None:
         return None
     left_s = (end - datetime.now()).total_seconds()
-    return TimeLimit(time.monotonic() + left_s, f"Slurm's end of job {job} at {end:%H:%M:%S}", save_s)
+    return TimeLimit(time.monotonic() + left_s, f"Slurm's end of job {job} at {end:%H:%M:%S}", save_s, laps)
 
 
 def share_limit(limit: TimeLimit | None, bcast: Callable[[Any], Any]) -> TimeLimit | None:
     """The limit that rank 0 has found, on all ranks: each has a clock of its own. Collective, as is `bcast`."""
-    told = bcast(limit and (limit.end_s - time.monotonic(), limit.name, limit.save_s))
+    told = bcast(limit and (limit.end_s - time.monotonic(), limit.name, limit.save_s, limit.laps))
     return limit or (TimeLimit(time.monotonic() + told[0], *told[1:]) if told else None)
 
 
@@ -153,7 +165,19 @@ def slurm_job(environ: Mapping[str, str]) -> str | None:
 def slurm_end(
     job: str, environ: Mapping[str, str], run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
 ) -> datetime | None:
-    """When Slurm will end the job, in local time; None if it has no limit. Raises InputError."""
+    """When Slurm will end the job, in local time; None if it has no limit. Where it does not answer, what it told the
+    job when it started. Raises InputError."""
+    try:
+        return _asked_end(job, environ, run)
+    except InputError:
+        if (told := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
+            return datetime.fromtimestamp(int(told))
+        raise
+
+
+def _asked_end(
+    job: str, environ: Mapping[str, str], run: Callable[..., subprocess.CompletedProcess[str]]
+) -> datetime | None:
     command = ["squeue", "-h", "-j", job, "-o", "%e"]
     environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
     try:

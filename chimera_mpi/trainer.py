@@ -25,9 +25,10 @@ from .runtime.device import awareness_of, staging_on, use_device
 from .runtime.grid import Comm, Grid
 from .runtime.mailbox import Spec, Tensors
 from .runtime.optimizer import LearningRate
+from .runtime.pipeline import Pipeline
 from .runtime.stage import trace
 from .runtime.worker import Targets
-from .saving import Saver, find
+from .saving import Saver, find_last, find_named
 from .schedule import STREAMS, width_of
 from .tasks import Task
 from .train import (
@@ -115,6 +116,7 @@ class Trainer:
         self.steps_done = 0
         self._part: Part | None = None
         self._begun: Checkpoint | None = None
+        self._last: dict[Path, tuple[Path, int]] = {}  # by folder: where this course of the run is saved, and its steps
         self._tried: set[str] = set()  # the shapes that model and loss take
         self._expected = ""  # those of the last mini-batch
         self._closed = False
@@ -149,7 +151,7 @@ class Trainer:
         in the dtype of `precision`; None on the others."""
         self._meet(lambda: ("state_dict", None))
         layers: Sequence[Mapping[str, Tensor]] | None
-        layers = self._initial_layers() if self._part is None else self._part.pipeline.layers()
+        layers = self._part.pipeline.layers() if self._part else agree(self.grid.world, self._initial_layers)
         if layers is None:
             return None
         return {
@@ -161,36 +163,36 @@ class Trainer:
     def save(self, folder: str | Path, keep: int = 2) -> Path:
         """Write a checkpoint of what the steps so far have made, weights and the optimizer's state, which `load` goes
         on from under any scheme and on any number of ranks. It is written beside and renamed to the path that is
-        returned, `folder`/step-NNNNNNNN; the last `keep` there stay.
+        returned, `folder`/step-NNNNNNNN; the last `keep` there stay. Those that are there of another run, or from after
+        the checkpoint that was loaded, are renamed to step-NNNNNNNN.superseded.
 
         Raises InputError before the first step, and RunFailed on all ranks if it cannot be written.
         """
-        self._meet(lambda: (f"save {folder}, keep {keep}", None))
-        if self._part is None:
-            raise InputError("there is nothing to save before the first step(): call it first")
-        pipeline, config = self._part.pipeline, self.config
-        scale = pipeline.loss_scale
-        facts = {
-            "identity": {"optimizer": config.optimizer},
-            "config": config.model_dump(mode="json"),
-            "loss_scale": (scale.value, scale.steps) if scale else None,
-            "versions": {"chimera-mpi": version("chimera-mpi"), "torch": torch.__version__},
-        }
+        pipeline = self._meet(lambda: (f"save {folder}, keep {keep}", self._pipeline_to_save(keep)))
+        known = self._last.get(Path(folder).resolve())
+        is_there = self.grid.world.bcast(known and known[0].is_dir())
         saver = Saver(pipeline, Path(folder), keep)
+        if known:
+            path, step = known
+            saver.go_on_from(path, step if is_there else step - 1)
         try:
-            saver.save(self.steps_done, facts, wait=True)
+            saver.save(self.steps_done, self._facts(pipeline), wait=True)
         finally:
             saver.close()
-        return Path(self.grid.world.bcast(saver.newest))
+        path = self.grid.world.bcast(saver.newest)
+        self._last[Path(folder).resolve()] = path, self.steps_done
+        return path
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint of the same layers and optimizer, or from the last whole one of a folder.
         `steps_done` is then that of the checkpoint. Raises InputError."""
         self._meet(lambda: (f"load {path}", None))
-        checkpoint = find(self.grid.world, str(path), None).checkpoint
+        world = self.grid.world
+        checkpoint = find_last(world, Path(path)).checkpoint or find_named(world, Path(path)).checkpoint
         assert checkpoint is not None
-        agree(self.grid.world, lambda: self._check(checkpoint))
+        agree(world, lambda: self._check(checkpoint))
         self._begun, self.steps_done = checkpoint, checkpoint.step
+        self._last = {checkpoint.path.parent.resolve(): (checkpoint.path, checkpoint.step)}
         if self._part:
             Begun.at(checkpoint).take_up(self._part.pipeline)
 
@@ -235,13 +237,21 @@ class Trainer:
             entering = batch.entering(max(batch.sizes))
             job = job_of(self.config, self.grid.width, self._plan, Task(self.model), batch.sizes, entering)
             job = measured(self.grid.world, self._patience, job, batch.read, self._staging)
-            self._part = Part(self.grid, job, batch.entering, staging=self._staging)
-            if self._begun:
-                Begun.at(self._begun).take_up(self._part.pipeline)
+            self._part = self._begin(Part(self.grid, job, batch.entering, staging=self._staging))
         elif shapes != self._expected:
             self._part.expect(batch.sizes, batch.entering)
         self._expected = shapes
         return self._part
+
+    def _begin(self, part: Part) -> Part:
+        """It, once it has what was loaded. Raises InputError on all ranks if that is there no more."""
+        if self._begun:
+            try:
+                Begun.at(self._begun).take_up(part.pipeline)
+            except InputError:
+                part.pipeline.close()
+                raise
+        return part
 
     def _try(self, batch: MiniBatch) -> None:
         """Raises InputError if the layers do not take such inputs, or the loss not what they make of them.
@@ -261,6 +271,23 @@ class Trainer:
             with refusing(f"the loss does not take outputs {_told(outputs)} and {batch}"):
                 check_loss(self.model, outputs, targets)
 
+    def _pipeline_to_save(self, keep: int) -> Pipeline:
+        if not isinstance(keep, int) or keep < 1:
+            raise InputError(f"keep={keep!r} leaves no checkpoint: give a whole number from 1 up")
+        if self._part is None:
+            raise InputError("there is nothing to save before the first step(): call it first")
+        return self._part.pipeline
+
+    def _facts(self, pipeline: Pipeline) -> dict[str, Any]:
+        """What a checkpoint says beside the layers."""
+        scale = pipeline.loss_scale
+        return {
+            "identity": {"optimizer": self.config.optimizer},
+            "config": self.config.model_dump(mode="json", exclude=set(OF_COMMANDS)),
+            "loss_scale": (scale.value, scale.steps) if scale else None,
+            "versions": {"chimera-mpi": version("chimera-mpi"), "torch": torch.__version__},
+        }
+
     def _check(self, checkpoint: Checkpoint) -> None:
         if not checkpoint.weights_only:
             check_same(str(checkpoint.path), checkpoint.facts["identity"], {"optimizer": self.config.optimizer})
@@ -270,9 +297,14 @@ class Trainer:
         if self.grid.world.rank:
             return None
         indices = range(len(self.model.layers))
-        if self._begun:
-            return [self._begun.weights(index) for index in indices]
-        return [make_layer(self.model, index, self.config.seed, self.dtype).state_dict() for index in indices]
+        initial = [make_layer(self.model, index, self.config.seed, self.dtype).state_dict() for index in indices]
+        if self._begun is None:
+            return initial
+        saved = map(self._begun.weights, indices)  # in the precision that the optimizer works in
+        return [
+            {name: found[name].to(tensor.dtype) for name, tensor in layer.items()}
+            for layer, found in zip(initial, saved, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

@@ -281,6 +281,41 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert err.startswith("chimera-mpi: ") and err.count("\n") == 1 and not out
 
 
+LONG = "x" * 300  # no file has such a name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data", "prepare", "-o", LONG],
+        ["data", "prepare", "-o", "a.h5", LONG],
+        ["data", "prepare", "-o", "a.h5", "--tokenizer", LONG],
+        ["report", LONG],
+        ["watch", LONG],
+        ["generate", LONG],
+        ["import", LONG, "-o", "a"],
+        ["export", LONG, "-o", "a"],
+        ["plan", LONG, "--machine", "small-box", "--workers", "4"],
+        ["plan", "gpt-tiny", "--machine", LONG, "--workers", "4"],
+        ["slurm", LONG, "--env", "a.sh"],
+        ["slurm", "gpt-tiny", "--env", LONG],
+        ["check", LONG],
+        ["show", f"{LONG}.csv"],
+        ["calibrate", LONG, "-o", "a"],
+        ["calibrate", "-o", LONG],
+        ["bench", "emulate", "--json", LONG],
+    ],
+    ids=lambda words: " ".join(words).replace(LONG, "..."),
+)
+def test_names_that_are_too_long_are_refused_in_a_line(words, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.sh").touch()
+    assert main(words) == 2
+    told, wrong = capsys.readouterr()
+    assert not told and wrong.startswith("chimera-mpi: ") and wrong.count("\n") == 1 and LONG in wrong
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "a.sh"]
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("chimera-mpi ")

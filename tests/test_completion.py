@@ -74,6 +74,7 @@ def test_commands_options_schemes_and_presets(shell, scripts):
     assert {"gpt-tiny", "depth="} <= completed(shell, scripts, "chimera-mpi train scheme=chimera ")
     assert completed(shell, scripts, "chimera-mpi data pre") == {"prepare"}
     assert "--validation-fraction" in completed(shell, scripts, "chimera-mpi data prepare --val")
+    assert completed(shell, scripts, "chimera-mpi data prepare --errors ") == {"replace", "skip", "strict"}
     assert completed(shell, scripts, "chimera-mpi plan gpt2-small --machine pi") == {"piz-daint"}
 
 
@@ -101,7 +102,8 @@ def test_behind_a_launcher(scripts):
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
 def test_where_nothing_is_listed_files_are(scripts):
-    for line in ("chimera-mpi show chimera --svg ", "chimera-mpi train my_fi", "chimera-mpi train gpt-tiny data="):
+    commands = ("data prepare --tokenizer ", "show chimera --svg ", "train my_fi", "train gpt-tiny data=")
+    for line in (f"chimera-mpi {command}" for command in commands):
         assert completed("bash", scripts, line) == set()
 
 

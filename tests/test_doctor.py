@@ -128,6 +128,24 @@ def test_file_locks_are_really_tried(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_system_that_takes_no_files_is_named(tmp_path, monkeypatch):
+    """Not even the question whether there is one to remove."""
+
+    def refused(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    host = Host(MPICH, Share(1, 1, 1), tmp_path)
+    monkeypatch.setattr("os.open", refused)
+    monkeypatch.setattr("os.unlink", refused)
+    found = checks.file_locks(host)
+    assert found.state == "error" and "(Read-only file system)" in found.what
+    assert "take another log=" in found.remedy
+
+
+def test_a_name_that_is_too_long_is_looked_for_above(tmp_path):
+    assert checks.existing(tmp_path / ("x" * 300) / "runs") == tmp_path
+
+
 # ---- Slurm
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_STEP_ID": "0"}

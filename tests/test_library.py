@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 import subprocess
 import sys
 from collections import OrderedDict
@@ -15,9 +16,11 @@ import pytest
 import torch
 from torch import nn
 
+from chimera_mpi.checkpoint import NAME, open_checkpoint
 from chimera_mpi.errors import InputError
 from chimera_mpi.runtime.optimizer import Recipe
 from chimera_mpi.schedule import SCHEMES, STREAMS
+from chimera_mpi.trained import open_trained
 
 ROOT = Path(__file__).parent.parent
 TOKENS, WIDTH, LAYERS = 3, 6, 10
@@ -178,12 +181,114 @@ def test_loaded_in_another_layout_it_goes_on_within_rounding(comm, shared_folder
             torch.testing.assert_close(found[name], state[name], rtol=1e-10, atol=1e-13)
 
 
+def names_in(comm, folder):
+    """As rank 0 sees them."""
+    return comm.bcast(sorted(path.name for path in folder.iterdir()) if comm.rank == 0 else None)
+
+
+@pytest.mark.mpi(2)
+def test_of_one_run_the_last_ones_stay_and_of_others_all(comm, shared_folder):
+    with trainer(comm, depth=2, micro_batches=2) as training:
+        for step in range(4):
+            training.step(*mini_batch(step))
+            training.save(shared_folder)
+            training.save(shared_folder / f"best-{step % 2}")
+        assert names_in(comm, shared_folder) == ["best-0", "best-1", "step-00000003", "step-00000004"]
+        assert names_in(comm, shared_folder / "best-1") == ["step-00000002", "step-00000004"]
+        assert training.save(shared_folder) == shared_folder / "step-00000004"  # there is nothing new
+        if comm.rank == 0:
+            shutil.rmtree(shared_folder / "step-00000004")
+        training.save(shared_folder)
+        assert names_in(comm, shared_folder)[2:] == ["step-00000003", "step-00000004"]
+        training.load(shared_folder / "step-00000003")
+        training.step(*mini_batch(9))
+        training.save(shared_folder)
+        assert names_in(comm, shared_folder)[2:] == ["step-00000003", "step-00000004", "step-00000004.superseded"]
+    with trainer(comm, depth=2, micro_batches=2) as another:
+        another.step(*mini_batch(0))
+        another.save(shared_folder, keep=1)
+        assert [name for name in names_in(comm, shared_folder) if NAME.fullmatch(name)] == ["step-00000001"]
+        assert {"step-00000003.superseded", "step-00000004.superseded1"} <= set(names_in(comm, shared_folder))
+
+
+@pytest.mark.mpi(2)
+def test_of_a_folder_the_last_whole_one_is_loaded(comm, shared_folder):
+    with trainer(comm, depth=2, micro_batches=2) as training:
+        paths = []
+        for step in range(2):
+            training.step(*mini_batch(step))
+            paths.append(training.save(shared_folder))
+        damage(comm, paths[1])
+        training.load(shared_folder)
+        assert training.steps_done == 1
+        assert f"try resume={paths[0]}" in refusal(lambda: training.load(paths[1]))
+        damage(comm, paths[0])
+        assert "no other checkpoint is whole: take another folder" in refusal(lambda: training.load(shared_folder))
+
+
+def damage(comm, path):
+    """Returns what was there."""
+    file = path / "layer-00003.safetensors"
+    content = file.read_bytes()
+    comm.Barrier()
+    if comm.rank == 0:
+        file.write_bytes(b"cut short")
+    comm.Barrier()
+    return file, content
+
+
+@pytest.mark.mpi(2)
+def test_what_was_loaded_and_is_gone_before_the_first_step_is_not_gone_on_without(comm, shared_folder):
+    with trainer(comm, depth=2, micro_batches=2) as first:
+        first.step(*mini_batch(0))
+        path = first.save(shared_folder)
+        wanted = first.step(*mini_batch(1))
+    with trainer(comm, build(seed=7), depth=2, micro_batches=2) as second:
+        second.load(path)
+        file, content = damage(comm, path)
+        assert "layer-00003.safetensors is damaged" in refusal(second.state_dict)
+        for _ in range(2):
+            assert "layer-00003.safetensors is damaged" in refusal(lambda: second.step(*mini_batch(1)))
+        if comm.rank == 0:
+            file.write_bytes(content)
+        comm.Barrier()
+        assert second.step(*mini_batch(1)) == wanted
+
+
+@pytest.mark.mpi(2)
+def test_what_was_loaded_is_told_in_the_precision_of_the_trainer(comm, shared_folder):
+    keys = {"depth": 2, "micro_batches": 2, "precision": "bf16"}
+    with trainer(comm, **keys) as first:
+        first.step(*mini_batch(0))
+        path, wanted = first.save(shared_folder), first.state_dict()
+    with trainer(comm, build(seed=7), **keys) as second:
+        second.load(path)
+        found = second.state_dict()
+    if comm.rank == 0:
+        assert list(found) == list(wanted) and all(found[name].equal(wanted[name]) for name in wanted)
+
+
+@pytest.mark.mpi(1)
+def test_its_checkpoints_are_of_no_model_that_the_commands_know(comm, shared_folder):
+    with trainer(comm, micro_batches=2) as training:
+        training.step(*mini_batch(0))
+        path = training.save(shared_folder)
+    from chimera_mpi.trainer import OF_COMMANDS
+
+    assert not OF_COMMANDS & open_checkpoint(path).facts["config"].keys()
+    assert "is of model=a module of one's own: give one of a gpt or a bert" in refusal(lambda: open_trained(path))
+
+
 @pytest.mark.mpi(2)
 def test_what_cannot_be_saved_or_loaded_is_refused(comm, shared_folder):
     with trainer(comm, depth=2, micro_batches=2) as training:
         assert "nothing to save before the first step" in refusal(lambda: training.save(shared_folder))
-        assert "there is no checkpoint" in refusal(lambda: training.load(shared_folder / "none"))
+        for name in (shared_folder / "none", "auto"):
+            assert f"there is no checkpoint {name}" in refusal(lambda name=name: training.load(name))
         training.step(*mini_batch(0))
+        for keep in (0, -1, "2", 1.0):
+            refused = refusal(lambda keep=keep: training.save(shared_folder, keep=keep))
+            assert f"keep={keep!r} leaves no checkpoint: give a whole number from 1 up" in refused
         path = training.save(shared_folder, keep=1)
         assert "make the same calls on all ranks" in refusal(lambda: training.load(f"{path}{comm.rank}"))
     with trainer(comm, depth=2, micro_batches=2, optimizer="sgd") as other:

@@ -430,6 +430,40 @@ def test_losses_that_are_none_are_left_out(told, tmp_path, monkeypatch):
     assert "nan" not in (tmp_path / "run.svg").read_text()
 
 
+def test_a_step_of_whose_workers_nothing_is_known_hides_no_other(figures, tmp_path, monkeypatch):
+    """As a death leaves it, when another rank makes the log good."""
+    step = RunLog.step
+
+    def forgetting(self, row, workers):
+        return step(self, row, workers * (np.nan if row.step == 7 else 1))
+
+    monkeypatch.setattr(RunLog, "step", forgetting)
+    for worker in the_one(figures(write_log(tmp_path / "run.h5")))["workers"]:
+        assert worker["measured_bytes"] == 8e6 and worker["compute_s"] > 0
+
+
+NOTHING = {"seconds": np.nan, "loss": np.nan, "bubble_ratio": np.nan, "grad_norm": np.nan}
+
+
+@pytest.mark.parametrize("odd", [NOTHING, {"seconds": 0.0}, {"seconds": np.inf}], ids=str)
+@pytest.mark.parametrize("logs", [1, 2, 3])
+def test_steps_without_numbers_are_reported_all_the_same(told, tmp_path, monkeypatch, odd, logs):
+    """A table of nothing but nan, too."""
+    step = RunLog.step
+    monkeypatch.setattr("logs.StepRow", lambda **of: StepRow(**(of | odd)))
+    if odd is NOTHING:
+        monkeypatch.setattr(RunLog, "step", lambda self, row, workers: step(self, row, workers * np.nan))
+    paths = [study(tmp_path, "1f1b", 4 * ranks, None) for ranks in range(1, logs + 1)]
+    pictures = [tmp_path / name for name in ("steps.svg", "run.svg", "run.html")]
+    files = zip(("--svg", "--plot", "--html"), pictures, strict=True)
+    code, out, err = told(*paths, *(word for pair in files for word in pair))
+    assert (code, err) == (0, "") and out
+    assert all(path.stat().st_size for path in pictures)
+    assert json.loads(told(*paths, "--json")[1])
+    chimera = write_log(tmp_path / "other.h5")
+    assert told(*paths, chimera, "--plot", tmp_path / "several.svg")[0] == 0
+
+
 def test_a_loss_that_diverged_is_no_row_of_digits(told, tmp_path, monkeypatch):
     monkeypatch.setattr("logs.StepRow", lambda **of: StepRow(**(of | {"loss": 1e300})))
     assert "loss        1e+300\n" in told(write_log(tmp_path / "run.h5"))[1]

@@ -23,6 +23,7 @@ from cluster import slurm as private
 from cluster.place import SCRIPTS, Place, wait_for
 
 from chimera_mpi.cli import main
+from chimera_mpi.commands import slurm
 from chimera_mpi.commands._ranks import refuse_singletons
 from chimera_mpi.commands.slurm import Settings, What, job_script
 from chimera_mpi.config import Config
@@ -116,6 +117,126 @@ def test_shellcheck_has_nothing_to_say(tmp_path):
     command = [shutil.which("shellcheck", path=os.path.dirname(sys.executable)), "-x", *map(str, SHELL), str(made)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("5", 300), ("5:30", 360), ("0:30", 60), ("1:00:00", 3600), ("2-0", 172_800), ("1-12:30", 131_400),
+        ("1-0:0:1", 86_460), ("0", 0),
+    ],
+)  # fmt: skip
+def test_times_are_read_as_slurm_reads_them(time, seconds):
+    assert slurm._seconds(time) == seconds
+
+
+def test_a_warning_at_the_start_is_refused_where_there_is_one():
+    for limit in ("5", "0:04:30", "0-0:05"):
+        with pytest.raises(InputError, match=f"300 s before the end of --time {limit} comes at the start.*--warning-s"):
+            Settings(time=limit)
+        assert Settings(time=limit, what="calibrate") and Settings(time=limit, warning_s=60)
+    assert Settings(time="0") and Settings(time="6")  # no limit, and one that leaves a minute
+    with pytest.raises(InputError, match="Slurm warns 65535 s before the end at most, not 65536"):
+        Settings(time="2-0", warning_s=65_536)
+
+
+# ---- a job by itself, beside programs that stand in for Slurm's
+
+PROGRAMS = {
+    "srun": """\
+echo "$*" >>run/called
+trap 'exit 75' USR1
+touch run/up
+for _ in {1..600}; do
+    $ACT
+    SLEEP 0.02
+done""",
+    "squeue": """\
+echo >>run/asked
+[ "$(wc -l <run/asked)" -gt "${BUSY:-0}" ] || exit
+echo "${STATE:-RUNNING None}" """,
+    "scontrol": """\
+echo "$*" >>run/controlled
+[ "$(wc -l <run/controlled)" -gt "${REFUSED:-0}" ]""",
+    "sleep": 'echo "$1" >>run/slept; [ "$1" = 5 ] || SLEEP 0.3',
+}
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """Starts the script of a job in a folder."""
+    for name in ("bin", "run"):
+        (tmp_path / name).mkdir()
+    for name, text in PROGRAMS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text.replace('SLEEP', str(shutil.which('sleep')))}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "env.sh").write_text('launcher=(srun)\nOMP_NUM_THREADS=1\n[ -z "$EARLY" ] || kill -"$EARLY" $$\n')
+    environment = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CHIMERA_ENV": "env.sh", "RUN": "run", "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n1", "ACT": ":", "EARLY": "",
+    }  # fmt: skip
+
+    def start(**more):
+        return subprocess.Popen(
+            ["bash", SCRIPTS / "train.sbatch", "depth=2"], cwd=tmp_path, env={**environment, **more},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    return start
+
+
+def written(folder, name):
+    path = folder / "run" / name
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "controlled", "slept"),
+    [
+        ({"ACT": "exit 0"}, 0, 0, 0),
+        ({"ACT": "exit 1"}, 1, 0, 0),
+        ({"ACT": "exit 138"}, 138, 0, 0),  # nobody has warned
+        ({"ACT": "exit 75"}, 75, 1, 0),
+        ({"ACT": "exit 75", "STATE": "COMPLETING TimeLimit"}, 75, 1, 0),
+        ({"ACT": "exit 75", "STATE": "CANCELLED None"}, 75, 0, 0),
+        ({"ACT": "exit 75", "BUSY": "3"}, 75, 1, 3),
+        ({"ACT": "exit 75", "REFUSED": "1"}, 75, 2, 1),
+        ({"ACT": "exit 75", "BUSY": "99"}, 75, 0, 5),
+        ({"EARLY": "USR1"}, 75, 1, 0),
+        ({"EARLY": "TERM"}, 75, 1, 0),
+    ],
+    ids=lambda given: " ".join(given.values()) if isinstance(given, dict) else None,
+)
+def test_a_job_queues_itself_again_after_75_unless_it_is_cancelled(alone, tmp_path, given, code, controlled, slept):
+    job = alone(**given)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == code, said
+    assert written(tmp_path, "controlled") == ["requeue 7"] * controlled
+    assert written(tmp_path, "slept") == ["1", *["5"] * slept]
+    assert written(tmp_path, "status") == [str(code)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_warning_is_handed_to_the_ranks(alone, tmp_path, number):
+    job = alone()
+    wait_for((tmp_path / "run" / "up").exists, 60)
+    job.send_signal(number)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 75 and written(tmp_path, "controlled") == ["requeue 7"], said
+
+
+def test_a_task_of_an_array_has_the_keys_of_its_line(alone, tmp_path):
+    (tmp_path / "run" / "points").write_text("depth=1\n\ndepth=4 steps=3")  # no newline at its end
+    for task, keys in (("1", "depth=1 "), ("2", ""), ("3", "depth=4 steps=3 ")):
+        job = alone(ACT="exit 75", SLURM_ARRAY_JOB_ID="6", SLURM_ARRAY_TASK_ID=task)
+        said, _ = job.communicate(timeout=60)
+        assert job.returncode == 75, said
+        assert written(tmp_path, "called")[-1].endswith(f"time_limit=auto {keys}depth=2")
+        assert written(tmp_path, "controlled")[-1] == f"requeue 6_{task}"
+        assert written(tmp_path, f"{task}/status") == ["75"]
+    job = alone(SLURM_ARRAY_JOB_ID="6", SLURM_ARRAY_TASK_ID="4")
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 2 and "run/points has no line 4 with the keys of this task" in said
 
 
 # ---- jobs

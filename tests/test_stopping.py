@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -52,6 +54,31 @@ def test_no_run_outlives_its_limit():
         assert 1000 - 3 * pass_s - save_s - 2 * stopping.EXIT_S < ended <= 1000 - stopping.EXIT_S
 
 
+@pytest.mark.parametrize("every", [20, 120, 500])
+def test_what_comes_now_and_then_is_not_forgotten(every):
+    """An evaluation, which takes many times a pass."""
+    limit, now = TimeLimit(end_s=2000, name="limit", laps=max(stopping.LAPS, every + 1)), 0.0
+    passes = 0
+    while not limit.is_near(now):
+        passes += 1
+        now += 60 if passes % every == 0 else 0.9
+    assert passes > every
+    passes += 1
+    assert now + (60 if passes % every == 0 else 0.9) <= 2000 - stopping.EXIT_S
+    assert len(limit._longest) <= every + 1
+
+
+def test_the_longest_lap_is_that_of_the_last_ones():
+    limit, now, laps = TimeLimit(end_s=math.inf, name="limit", laps=5), 0.0, []
+    chance = random.Random(0)
+    limit.is_near(now)
+    for _ in range(200):
+        laps.append(chance.choice([1.0, 2.0, 3.0, 10.0]))
+        now += laps[-1]
+        limit.is_near(now)
+        assert limit._longest[0][1] == pytest.approx(max(laps[-5:]))
+
+
 def test_slurm_tells_the_end():
     told = {}
 
@@ -88,6 +115,7 @@ def test_a_slurm_that_does_not_tell_is_an_error_in_one_line(answer):
     with pytest.raises(InputError, match="give seconds, or time_limit=none") as refused:
         slurm_end("7", {}, squeue)
     assert "\n" not in str(refused.value)
+    assert slurm_end("7", {"SLURM_JOB_END_TIME": "1796063400"}, squeue) == datetime.fromtimestamp(1796063400)
 
 
 def test_whose_end_it_is():

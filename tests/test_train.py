@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import launch
 import numpy as np
@@ -14,16 +16,19 @@ import small
 from chimera_mpi import report
 from chimera_mpi.cli import main
 from chimera_mpi.commands._ranks import refuse_singletons
+from chimera_mpi.commands.train import _tell_end
 from chimera_mpi.config import Config, load, presets, schedule_of
 from chimera_mpi.errors import InputError
 from chimera_mpi.predict import simulate
 from chimera_mpi.predict.partition import by_thirds
 from chimera_mpi.runlog import read_run
 from chimera_mpi.schedule import needs
+from chimera_mpi.stopping import AGAIN, End
 from chimera_mpi.train import plan_job
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
+LONG = "x" * 300  # no file has such a name
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +123,29 @@ def test_the_log_has_the_memory_that_was_predicted(folder, serial):
     assert all(more > worker["total_bytes"] for more, worker in zip(grew, predicted, strict=True))
 
 
+def test_a_log_that_is_gone_changes_nothing_of_how_a_run_ended(tmp_path, capsys):
+    saver = SimpleNamespace(newest=tmp_path / "step-00000007")
+    run = SimpleNamespace(log=SimpleNamespace(path=tmp_path / "moved.h5"), saver=saver, recorder=None)
+    _tell_end(run, End("SIGUSR1 on rank 0: stopped", AGAIN))
+    told, wrong = capsys.readouterr()
+    assert f"there is no summary: {tmp_path}/moved.h5 cannot be read" in told and "step-00000007" in told
+    assert wrong == "chimera-mpi: SIGUSR1 on rank 0: stopped\n"
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says(folder):
+    keys = ("depth=1", "log=unread.h5", "steps=40", "eval_every=1", "checkpoint=unread")
+    command = [sys.executable, "-m", "chimera_mpi", "train", "small.toml", *keys]
+    with subprocess.Popen(
+        command, cwd=folder, env=launch.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as run:
+        while not run.stdout.readline().startswith("step 1/"):
+            assert run.poll() is None
+        run.stdout.close()
+        assert (run.stderr.read(), run.wait()) == ("", 0)
+    assert len(read_run(folder / "unread.h5").steps["step"]) == 40
+    assert (folder / "unread" / "step-00000040").is_dir()
+
+
 def test_an_existing_log_is_not_touched(folder):
     (folder / "taken.h5").write_bytes(b"somebody's work")
     done = train(2, folder, "taken.h5", "depth=2")
@@ -191,6 +219,10 @@ def test_what_cannot_be_is_refused(overrides, ranks, message):
         ("scheme=chi\nmera", "scheme"),
         ("steps=1\nlayers=3", "steps='1\\nlayers=3'"),
         ("optimizer=adam", "optimizer='adam': input should be 'adamw', 'sgd'"),
+        ("watchdog_s=-1", "watchdog_s=-1: input should be greater than 0; try watchdog_s=auto"),
+        ("watchdog_s=1e12", "watchdog_s=1000000000000.0: input should be less than or equal to 1000000000"),
+        ("recompute=0", "recompute=0: input should be greater than or equal to 1; try recompute=none"),
+        ("partition=[0,3]", "partition=[0, 3]: input should be greater than or equal to 1; try partition=uniform"),
     ],
 )
 def test_wrong_keys_and_values_are_refused(override, message):
@@ -219,6 +251,30 @@ def test_one_size_of_a_batch_follows_from_the_other():
 def test_one_rank_inside_of_an_allocation_is_fine():
     refuse_singletons(1, {"SLURM_NTASKS": "4", "PMI_SIZE": "1"})
     refuse_singletons(4, {"SLURM_NTASKS": "4"})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [LONG],
+        ["small.toml", f"data={LONG}", "log=none"],
+        ["small.toml", f"machine={LONG}", "log=none"],
+        ["small.toml", f"log={LONG}"],
+        ["small.toml", f"log={LONG}", "checkpoint=new", "resume=auto"],
+        ["small.toml", f"log={LONG}", "profile=1"],
+        ["small.toml", f"checkpoint={LONG}", "log=none"],
+        ["small.toml", f"checkpoint={LONG}", "resume=auto", "log=none"],
+        ["small.toml", f"resume={LONG}", "log=none"],
+    ],
+    ids=lambda words: " ".join(words).replace(LONG, "..."),
+)
+def test_names_that_are_too_long_are_refused_in_a_line(folder, monkeypatch, capsys, words):
+    monkeypatch.chdir(folder)
+    before = sorted(folder.iterdir())
+    assert main(["train", *words]) == 2
+    told, wrong = capsys.readouterr()
+    assert not told and wrong.startswith("chimera-mpi: ") and wrong.count("\n") == 1 and LONG in wrong
+    assert sorted(folder.iterdir()) == before
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

@@ -285,10 +285,18 @@ WRONG_FOLDERS = {
     "index to nothing": (
         GPT_, {}, lambda f: index(f, **{"transformer.wte.weight": "x.safetensors"}), "differ in 'transformer.wte",
     ),
+    "index of numbers": (
+        GPT_, {}, lambda f: index(f, a=3, b=["c"]), r"index\.json names '3': its files are safetensors",
+    ),
     "damaged index": (
         GPT_, {}, lambda f: (f / "model.safetensors.index.json").write_text("{}"), r"index\.json is not understood",
     ),
     "tokenizer": (GPT_, {}, lambda f: (f / "tokenizer.json").write_text("{}"), r"is no tokenizer\.json"),
+    "tokens of words": (
+        GPT_, {}, lambda f: (f / "tokenizer.json").write_text('{"model": {"vocab": {"</s>": "x"}}}'),
+        r"is no tokenizer\.json: TypeError",
+    ),
+    "endless": (GPT_, {"vocab_size": 10**30}, None, r"theirs: it is not understood: "),
     "larger tokenizer": (
         GPT(layers=1, hidden=4, heads=1, vocabulary=99, positions=4),
         {}, lambda f: (f / "tokenizer.json").write_text(BYTES.as_json()), r"has 257 tokens, the model 99",
@@ -340,6 +348,20 @@ def test_files_and_outputs_that_are_no_such(tmp_path, capsys):
         assert re.search(message, err), (message, err)
     assert sorted(os.listdir(tmp_path / "ours")) == before
     assert sorted(os.listdir(tmp_path)) == ["bare", "odd", "old", "ours", "some.txt", "theirs"]
+
+
+def test_a_full_disk_under_an_export_is_told_in_a_line(tmp_path):
+    import_model(folder_of(tmp_path / "theirs", GPT_), tmp_path / "ours")
+    limited = (
+        "import resource, sys\n"
+        "from chimera_mpi.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+        "sys.exit(main(['export', 'ours', '-o', 'out']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", limited], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("chimera-mpi: cannot write out (") and "File too large" in done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["ours", "theirs"]
 
 
 # ---- a run that begins with them, and what it says ---------------------------------------------------------------

@@ -172,6 +172,8 @@ def test_states(path) -> None:
     assert seen(path, DEAD).state is State.KILLED
     assert seen(path, DEAD).status.startswith("killed: process 7 on node1 is gone, its last rows are of ")
     told = {writer: seen(path, writer, 200).status for writer in (ALIVE, NOBODY, Writer("process 7 on node2", None))}
+    assert told_left(seen(path, ALIVE)) and told_left(seen(path, ALIVE, SILENT_S + 1))
+    assert not told_left(seen(path, DEAD))
     assert [status.partition(", for 0:03:20: ")[2] for status in told.values()] == [
         "process 7 on node1 lives",
         "nobody holds its lock",
@@ -181,6 +183,7 @@ def test_states(path) -> None:
     stopped = seen(path, DEAD)
     assert stopped.state is State.ENDED and "SIGUSR1 on rank 0: stopped after 20 of 50 steps" in stopped.status
     assert stopped.is_over(waits=False) and not stopped.is_over(waits=True)
+    assert not told_left(stopped)
     assert seen(path, ALIVE).status == "ending or going on: process 7 on node1" and not seen(path, ALIVE).is_over(
         waits=False
     )
@@ -188,6 +191,10 @@ def test_states(path) -> None:
     log(path, 20, 49)
     done = seen(path)
     assert done.status.startswith("done at ") and done.is_over(waits=True)
+
+
+def told_left(view) -> bool:
+    return any(" left" in line for line in text(view))
 
 
 def test_slow_steps_are_no_silence(path) -> None:

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import InputError, refusing
 from ..predict import weight_versions
 from ._job import Asked, make_folder, on_rank_0
+from ._terminal import say
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint, Choice
@@ -94,7 +95,7 @@ class Desk:
         path = None if config.log == "auto" else Path(config.log)
         before = resumed.facts["log"] if resumed and config.log == config.resume == "auto" else None
         there = Path(before) if before else path
-        if there and config.resume and there.exists():
+        if there and config.resume and os.path.exists(there):
             _check_log(there, job, self.asked.validation.sha256, resumed.step if resumed else 0)
             log = RunLog.append(there, attributes, ranks, locking=locking)
         else:
@@ -145,7 +146,7 @@ class Desk:
             lines = [*_resuming(self.asked, run.job.config), opening, *filter(None, [spare, prediction])]
         else:
             lines = [f"\n{recovery}", opening]
-        print(*lines, sep="\n", flush=True)
+        say("\n".join(map(str, lines)))
 
 
 def _plan(log: RunLog, prediction: Prediction | None) -> None:
@@ -157,7 +158,8 @@ def _refuse_folder(folder: Path, choice: Choice) -> None:
     """Raises InputError if another run's checkpoints are in it."""
     from ..checkpoint import found_in
 
-    there, begins = found_in(folder), choice.checkpoint
+    with refusing(f"checkpoint={folder} cannot be read"):
+        there, begins = found_in(folder), choice.checkpoint
     if there and (begins is None or begins.path.parent.resolve() != folder.resolve()):
         raise InputError(
             f"{there[0]} is there already, and this run does not go on from it: "
@@ -194,7 +196,7 @@ def _own_profile(world: Any, config: Config, log: RunLog | None) -> Path | None:
     if not any(world.allgather(path.exists())):
         return path
     if world.rank == 0:
-        print(f"profile={config.profile}: {path} or one of another rank is there already, and stays", flush=True)
+        say(f"profile={config.profile}: {path} or one of another rank is there already, and stays")
     return None
 
 
@@ -273,11 +275,11 @@ class _Teller:
         last = progress.step + 1 == progress.steps
         line = self._line(progress)
         if progress.remark:
-            print(f"\r\x1b[K{progress.remark}" if self.on_terminal else progress.remark, flush=True)
+            say(f"\r\x1b[K{progress.remark}" if self.on_terminal else progress.remark)
         if self.on_terminal and progress.validation_loss is None and not last:
-            print(f"\r\x1b[K{line}", end="", flush=True)
+            say(f"\r\x1b[K{line}", end="")
         elif last or progress.validation_loss is not None or time.monotonic() - self.told_s > self.every_s:
-            print(f"\r\x1b[K{line}" if self.on_terminal else line, flush=True)
+            say(f"\r\x1b[K{line}" if self.on_terminal else line)
             self.told_s = time.monotonic()
 
     def _line(self, progress: Progress) -> str:

@@ -189,7 +189,8 @@ def file_locks(host: Host) -> Finding:
     except InputError as refused:
         return from_message("file locks", "error", str(refused))
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # a file system without it may refuse that too
+            path.unlink()
     if not locking:
         remedy = "see to it that no two runs share a log, or unset HDF5_USE_FILE_LOCKING"
         return warning("file locks", f"off: a log in {folder} can be written, by two runs at once too", remedy)
@@ -221,7 +222,7 @@ def disk_room(host: Host) -> Finding:
 def existing(folder: Path) -> Path:
     """It, or the nearest folder above it that is there."""
     folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.is_dir())
+    return next(path for path in (folder, *folder.parents) if os.path.isdir(path))
 
 
 Check = Callable[[Host], Found]

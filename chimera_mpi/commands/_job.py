@@ -121,7 +121,7 @@ def _check_profile(config: Config, rank: int) -> None:
 
     if config.profile is None or config.resume or config.log in (None, "auto"):
         return
-    if (path := place_of(Path(config.log), rank)).exists():
+    if os.path.exists(path := place_of(Path(config.log), rank)):
         raise InputError(f"{path} exists and a profile is never overwritten: take another log=, or move it away")
 
 

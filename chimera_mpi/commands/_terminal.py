@@ -46,6 +46,19 @@ def bar(first: str, *columns: str) -> Iterator[Callable[[str, int, int], None]]:
         yield tell
 
 
+def mute() -> None:
+    """Let all that is printed from now on go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print, though the reader may have left, or the disk that it goes to be full: a run goes on all the same."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError:
+        mute()
+
+
 def _width(word: str) -> int:
     if count(word) > WIDEST:
         raise argparse.ArgumentTypeError(f"must be at most {WIDEST}, not {word}")

@@ -253,8 +253,14 @@ def _source(config: Config, hosts: Sequence[str], threads: int, devices: str, pr
 def _check_targets(*paths: Path | None) -> None:
     """Raise InputError now, not after all has been measured."""
     for path in filter(None, paths):
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise InputError(f"cannot write {path}: give a file in a folder that is there and may be written to")
+        is_new = not os.path.exists(path)
+        try:
+            path.open("a").close()
+        except OSError as error:
+            remedy = "give a file in a folder that is there and may be written to"
+            raise InputError(f"cannot write {path} ({error.strerror}): {remedy}") from None
+        if is_new:
+            path.unlink()
 
 
 class _Teller:

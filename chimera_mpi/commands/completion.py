@@ -96,7 +96,10 @@ def _values(action: argparse.Action) -> tuple[str, ...]:
         "NAME,...": SCHEMES,
         "WHEN": SYNCS,
     }
-    return tuple(named.get(str(action.metavar), ()))
+    if (name := str(action.metavar)) in named:
+        return tuple(named[name])
+    words = name.split("|")
+    return tuple(words) if len(words) > 1 and all(map(str.islower, words)) and name.replace("|", "").isalpha() else ()
 
 
 # ---- how shells are told

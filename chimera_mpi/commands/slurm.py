@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, get_args
 
 from ..errors import InputError
@@ -18,6 +19,8 @@ from ._plan import count
 EXAMPLE = """\
   chimera-mpi slurm train.toml --nodes 64 --gpus-per-node 4 scheme=chimera depth=16 > job.sbatch
   sbatch job.sbatch"""
+
+LONGEST_WARNING_S = 65_535  # that sbatch takes
 
 What = Literal["train", "plan_and_train", "calibrate"]
 
@@ -48,11 +51,31 @@ class Settings:
                 raise InputError(f"{option!r} is no option of sbatch: give, for example, --option partition=gpu")
         if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time):
             raise InputError(f"time {self.time!r} is none of Slurm's: try 1:00:00 for an hour, 2-00:00:00 for two days")
+        if self.warning_s > LONGEST_WARNING_S:
+            raise InputError(
+                f"Slurm warns {LONGEST_WARNING_S} s before the end at most, not {self.warning_s}: try --warning-s 300"
+            )
+        if self.what != "calibrate" and 0 < _seconds(self.time) <= self.warning_s:
+            raise InputError(
+                f"a warning {self.warning_s} s before the end of --time {self.time} comes at the start, and the job "
+                "would queue itself again for ever: give a longer --time, or a shorter --warning-s"
+            )
 
     @property
     def ranks(self) -> int:
         """Of the whole job."""
         return self.nodes * self.ranks_per_node
+
+
+def _seconds(time: str) -> int:
+    """A limit as Slurm reads it, in whole minutes; 0 is none. Days come before hours, else the first are minutes unless
+    there are three."""
+    days, _, rest = time.rpartition("-")
+    parts = [*map(int, rest.split(":"))]
+    if not days and len(parts) < 3:
+        parts.insert(0, 0)
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return 60 * math.ceil((((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds) / 60)
 
 
 def job_script(settings: Settings) -> str:
@@ -130,7 +153,7 @@ echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB
 _POINT = """\
 # In an array each task is a run of its own: its keys are a line of $RUN/points, its folder is $RUN/LINE.
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
-    if ! read -ra point < <(sed -n "${SLURM_ARRAY_TASK_ID}p" "$RUN/points"); then
+    if ! read -ra point < <(sed -n "${SLURM_ARRAY_TASK_ID}p" "$RUN/points") && [ ${#point[@]} -eq 0 ]; then
         echo "$RUN/points has no line $SLURM_ARRAY_TASK_ID with the keys of this task" >&2
         exit 2
     fi
@@ -154,7 +177,9 @@ CONFIG=$RUN/plan.toml
 _TRAIN = """\
 "${launcher[@]}" chimera-mpi train "$CONFIG" log="$RUN/log.h5" checkpoint="$RUN/checkpoints" resume=auto \\
     time_limit=auto "${keys[@]}" "$@" &
-ranks=$!
+started=$!
+sleep 1  # a child that is not srun yet may lose a signal
+ranks=$started
 [ -z "$warned" ] || kill -USR1 "$ranks"  # it came before there were ranks
 while [ "$asked" ]; do  # a trap ends a wait
     asked=''
@@ -167,9 +192,12 @@ case $warned$status in yes138 | yes143) status=75 ;; esac  # ranks that did not 
 echo "$status" >"$RUN/status"
 if [ "$status" -eq 75 ]; then
     job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-    case $(squeue --noheader --jobs="$job" --format='%T %r') in
-        RUNNING* | *TimeLimit) scontrol requeue "$job" ;;  # and not where it has been cancelled
-    esac
+    for _ in 1 2 3 4 5; do  # a controller that is busy may not answer at once
+        state=$(squeue --noheader --jobs="$job" --format='%T %r') && case $state in
+            RUNNING* | *TimeLimit) scontrol requeue "$job" ;;  # and not where it has been cancelled
+        esac && break
+        sleep 5
+    done
 fi
 exit "$status"
 """
@@ -247,7 +275,7 @@ def _refusal(settings: Settings) -> str:
 
 def _refuse_what_would_fail(settings: Settings) -> None:
     """Raises InputError now for what the job would find only after it has waited in the queue."""
-    if not Path(settings.env).is_file():
+    if not os.path.isfile(settings.env):
         raise InputError(f"there is no {settings.env}: name your cluster's by --env, or run this where it lies")
     from ..config import load, schedule_of
 

@@ -11,14 +11,16 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import InputError, RunFailed
-from ..stopping import AGAIN, End, Signals, Stops, find_limit, save_seconds, share_limit
+from ..stopping import AGAIN, LAPS, End, Signals, Stops, TimeLimit, find_limit, save_seconds, share_limit
 from ._desk import Desk
 from ._job import Asked, facts_of, find_asked, fitted, on_rank_0, settle
 from ._keys import listed
 from ._ranks import end_all, ending_together, library_name, refuse_singletons
+from ._terminal import say
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -99,7 +101,7 @@ def _carry_out(world: Any, config: Config, signals: Signals, began_s: float) -> 
         return 0
     facts = facts_of(world, settle(config, asked.node), asked)
     job = fitted(world, asked)
-    limit = agree(world, on_rank_0(world, lambda: find_limit(config.time_limit, began_s, os.environ, _save_s(job))))
+    limit = agree(world, on_rank_0(world, lambda: _limit(job, began_s)))
     stops = Stops(signals, share_limit(limit, world.bcast) if config.survive else limit)
     with ExitStack() as stack:
         desk = Desk(asked, facts, stops, stack)
@@ -136,10 +138,7 @@ def _survive(world: Any, job: Job, asked: Asked, desk: Desk) -> NoReturn:
         end = End(str(error), 1)
     desk.close(end)
     if survival.speaks:
-        try:
-            _tell_end(survival.run, end)
-        except InputError as error:  # of a summary; the end is what it is
-            print(f"chimera-mpi: {error}", file=sys.stderr, flush=True)
+        _tell_end(survival.run, end)
     # All ranks are done with MPI, but where one has died, be it just now, MPI may never be through with its own end.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -168,22 +167,33 @@ def _room_bytes(asked: Asked, machine_bytes: float) -> float:
 
 def _tell_end(run: Run | None, end: End) -> None:
     """What there is of the run, and why it ended early."""
-    from .. import report
-    from ..runlog import read_run
-
     log = run.log if run else None
-    lines = ["", *report.summary(read_run(log.path)), f"log         {log.path}"] if log else []
+    lines = ["", *_summary(log.path), f"log         {log.path}"] if log else []
     if run and run.saver and run.saver.newest:
         lines.append(f"checkpoint  {run.saver.newest}")
     lines += [f"profile     {words}" for words in (run.recorder.told if run and run.recorder else ())]
     if lines:
-        print("\n".join(lines), flush=True)
+        say("\n".join(lines))
     if end.code:
         print(f"chimera-mpi: {end.reason}", file=sys.stderr, flush=True)
 
 
-def _save_s(job: Job) -> float:
-    """Seconds that a first checkpoint may take."""
+def _summary(log: Path) -> list[str]:
+    """A log that cannot be read changes nothing of how its run has ended."""
+    from .. import report
+    from ..runlog import read_run
+
+    try:
+        return report.summary(read_run(log))
+    except InputError as error:
+        return [f"there is no summary: {error}"]
+
+
+def _limit(job: Job, began_s: float) -> TimeLimit | None:
+    """Raises InputError."""
     from ..models import parameter_count
 
-    return save_seconds(parameter_count(job.task.model)) if job.config.checkpoint else 0.0
+    config = job.config
+    save_s = save_seconds(parameter_count(job.task.model)) if config.checkpoint else 0.0
+    rhythm = max(config.eval_every, config.checkpoint_every or 1, config.check_replicas or 1)
+    return find_limit(config.time_limit, began_s, os.environ, save_s, max(LAPS, 1 + rhythm))

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(highlight=False)
     follower = Follower(args.log)
-    if not args.log.exists():
+    if not os.path.exists(args.log):
         if not args.wait:
             raise InputError(f"{args.log} is not there: is the name right? --wait waits for it")
         _await(args.log, args.every)
@@ -78,7 +78,7 @@ class Follower:
 
         # Who held the lock before the log was read: a writer that ends says so, then how many rows there are, and lets
         # go of the lock last.
-        name = owner(self._lock) if self._lock.exists() else ""
+        name = owner(self._lock) if os.path.exists(self._lock) else ""
         before = owner_lives(self._lock)
         run = self._read()
         after = owner_lives(self._lock)
@@ -121,7 +121,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 def _await(path: Path, every_s: float) -> None:
     print(f"waiting for {path}", file=sys.stderr, flush=True)
-    while not path.exists():
+    while not os.path.exists(path):
         time.sleep(every_s)
 
 

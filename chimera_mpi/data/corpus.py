@@ -111,9 +111,9 @@ def open_corpus(path: Path, part: str = "train", sequence_length: int = 128) -> 
 
 
 def _refuse_input(path: Path) -> None:
-    if not path.exists():
+    if not os.path.exists(path):
         raise InputError(f"no data file {path}: make it with `chimera-mpi data prepare -o {path}`")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError(f"{path} is not a file: {_remedy()}")
     if not path.stat().st_size:
         raise InputError(f"{path} is empty (0 bytes): {_remedy()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -185,7 +186,7 @@ def _known(name: str, end_name: str | None) -> Tokenizer:
     if name == "byte":
         return BYTES
     path = Path(name)
-    file = path / TOKENIZER if path.is_dir() else path
+    file = path / TOKENIZER if os.path.isdir(path) else path
     try:
         return from_json(file.read_text(encoding="utf-8"), str(file), end_name)
     except FileNotFoundError as error:

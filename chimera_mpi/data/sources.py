@@ -72,10 +72,10 @@ def sources_of(asked: Sequence[Path], suffixes: Sequence[str], field: str) -> li
 
 def _files_at(place: Path, suffixes: Sequence[str], field: str) -> Iterator[Source]:
     endings = tuple(ending for suffix in suffixes for ending in (suffix, f"{suffix}.gz"))
-    if place.is_dir():
+    if os.path.isdir(place):
         for path in _files_under(place, endings):
             yield File(f"{place.resolve().name}/{path.relative_to(place).as_posix()}", path, field)
-    elif place.is_file():
+    elif os.path.isfile(place):
         yield File(place.name, place, field)
     elif GLOB & set(str(place)) and (found := sorted(glob.glob(str(place), recursive=True))):
         root = Path(*takewhile(lambda part: not GLOB & set(part), place.parts))

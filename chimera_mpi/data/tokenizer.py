@@ -130,6 +130,7 @@ def from_json(text: str, where: str, end_name: str | None = None) -> Tokenizer:
         return BYTES
     with refusing(f"{where} is no tokenizer.json"):
         ids = _ids(json.loads(text))
+        vocabulary = max(ids.values()) + 1
     names = (end_name,) if end_name else END_NAMES
     end = next((ids[name] for name in names if name in ids), None)
     if end is None:
@@ -137,7 +138,7 @@ def from_json(text: str, where: str, end_name: str | None = None) -> Tokenizer:
             f"{where} has no token {' or '.join(names)}: name the one that closes a document by --end-token"
         )
     specials = (Specials(*map(ids.get, names)) for names in SPECIAL_NAMES if ids.keys() >= set(names))  # type: ignore
-    return Tokenizer(max(ids.values()) + 1, end, next(specials, None), text)
+    return Tokenizer(vocabulary, end, next(specials, None), text)
 
 
 def name_of(text: str, number: int) -> str:

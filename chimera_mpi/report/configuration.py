@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from typing import Any
 
 from .one import Report, Times, interval_figures
@@ -176,3 +176,8 @@ def _values(keys: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
 def _mean(numbers: Sequence[float]) -> float:
     there = [number for number in numbers if isfinite(number)]
     return sum(there) / len(there) if there else nan
+
+
+def timed(made: Iterable[Configuration]) -> list[Configuration]:
+    """Those of which it is known how long a step takes."""
+    return [each for each in made if 0 < each.throughput.value < inf]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite, nan
 from typing import Any, NamedTuple
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +108,9 @@ class Report:
     def times(self) -> list[Times]:
         """Of each worker, medians over the counted steps and over its replicas."""
         names = Times._fields[:-1]
-        medians = np.stack([np.nanmedian(self.part.of_workers(name), axis=(0, 1)) for name in names], axis=1)
+        with catch_warnings():
+            simplefilter("ignore", RuntimeWarning)  # of a worker of which nothing is known, which has nan
+            medians = np.stack([np.nanmedian(self.part.of_workers(name), axis=(0, 1)) for name in names], axis=1)
         step_s = self.part.median("seconds")
         return [Times._make([*row, max(step_s - sum(row), 0.0)]) for row in medians.tolist()]
 
@@ -136,7 +139,7 @@ class Report:
             return None
         predicted = np.array([worker["total_bytes"] for worker in json.loads(attributes["predicted_memory"])])
         before = np.array(json.loads(attributes["held_before_bytes"]))[: self.start.ranks]
-        peaks = self.run.workers["peak_bytes"][self._last_rows, : len(before)].max(axis=0)
+        peaks = np.fmax.reduce(self.run.workers["peak_bytes"][self._last_rows, : len(before)])  # nan: nobody could tell
         held = (peaks - before).reshape(self.start.width, -1)
         return Memory(predicted, held.max(axis=0), attributes["memory_measured"] == "device")
 
@@ -262,7 +265,7 @@ class Report:
         unit, size = unit_of(step_s)
         digits = max(4 - len(f"{step_s / size:.0f}"), 0)
         rows = [
-            [name, *(f"{seconds / size:.{digits}f} {seconds / step_s:5.0%}" for seconds in times)]
+            [name, *(f"{seconds / size:.{digits}f} {seconds / (step_s or nan):5.0%}" for seconds in times)]
             for name, times in zip(self._workers, self.times, strict=True)
         ]
         width = self.start.width

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..draw.chart import Chart, Drawn, Series
 from ..draw.table import Table
-from .configuration import Configuration
+from .configuration import Configuration, timed
 from .one import interval_figures
 from .stats import Interval, ratio
 
@@ -105,7 +105,7 @@ def _scalings(configurations: Sequence[Configuration], strong: bool) -> Iterator
 
 def _scaled(made: Sequence[Configuration]) -> list[Scaled]:
     best: dict[int, Configuration] = {}
-    for each in made:
+    for each in timed(made):
         best[each.ranks] = max(best.get(each.ranks, each), each, key=lambda one: one.throughput.value)
     points = [best[ranks] for ranks in sorted(best)]
     return [_beside(points[0], point) for point in points]

@@ -15,7 +15,7 @@ from ..draw.look import figure, percent, unit_of
 from ..draw.table import Table
 from ..errors import InputError
 from ..timeline import Timeline
-from .configuration import Configuration, configurations_of
+from .configuration import Configuration, configurations_of, timed
 from .one import MOST_POINTS, Report, breakdown_chart, loss_chart
 from .part import MODEL, differing
 from .scaling import Scaling, scalings_of
@@ -66,12 +66,13 @@ class Comparison:
     # ---- charts
 
     def charts(self) -> list[Drawn]:
-        return [
+        drawn: list[Drawn | None] = [
             *(chart for scaling in self.scalings for chart in scaling.charts()),
             self._bars(),
             self._losses(),
             breakdown_chart("Where a step goes, average worker", self._names, [m.times for m in self.configurations]),
         ]
+        return [chart for chart in drawn if chart]
 
     @property
     def _names(self) -> list[str]:
@@ -86,10 +87,10 @@ class Comparison:
                 return names
         return [f"{made.number}: {made.name}" for made in self.configurations]
 
-    def _bars(self) -> Bars:
+    def _bars(self) -> Bars | None:
         """The fastest of each scheme for each number of ranks and mini-batch."""
         best: dict[str, dict[tuple[int, int], Configuration]] = defaultdict(dict)
-        for made in self.configurations:
+        for made in timed(self.configurations):
             group, there = (made.ranks, made.mini_batch), best[made.label]
             there[group] = max(there.get(group, made), made, key=lambda each: each.throughput.value)
         groups = sorted({group for there in best.values() for group in there})
@@ -102,15 +103,16 @@ class Comparison:
             for label, there in best.items()
         ]
         names = [f"{ranks} rank{'s' * (ranks > 1)}, M={mini_batch}" for ranks, mini_batch in groups]
-        return Bars("Throughput, fastest of each scheme", "samples/s", names, bars)
+        return Bars("Throughput, fastest of each scheme", "samples/s", names, bars) if bars else None
 
-    def _losses(self) -> Chart:
+    def _losses(self) -> Chart | None:
         series = [
             Series(name, thinned(made.first.loss_points(), MOST_POINTS))
             for name, made in zip(self._names, self.configurations, strict=True)
         ]
+        series = [each for each in series if each.points]
         units = {made.first.loss_unit for made in self.configurations}
-        return loss_chart([each for each in series if each.points], units.pop() if len(units) == 1 else "loss")
+        return loss_chart(series, units.pop() if len(units) == 1 else "loss") if series else None
 
     def drawn(self) -> dict[str, Timeline]:
         """A measured step of the first run of each configuration that has one, as many as can be looked at."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..checkpoint import PART, WEIGHTS, Checkpoint, Draft, open_checkpoint
@@ -60,7 +60,7 @@ def import_model(source: Path, output: Path) -> Imported:
     The folder has a config.json and perhaps a tokenizer.json, and its weights in one file or in several with an index.
     Half precision becomes float32. Raises InputError, and then leaves nothing.
     """
-    folder = source if source.is_dir() else source.parent
+    folder = source if os.path.isdir(source) else source.parent
     refuse_taken(output)
     weights = _weights_in(source)
     with _named(folder / CONFIG):
@@ -100,19 +100,18 @@ def _facts(shape: GPT | BERT, tokenizer: Tokenizer | None, source: Path) -> dict
 def _settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(f"there is no {CONFIG}, which says what the weights are of: give a folder that has it")
-    with refusing("it is not understood"):
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict):
-            raise InputError(f"it is a {type(found).__name__}, not an object")
-        return found
+    found = json.loads(path.read_bytes())
+    if not isinstance(found, dict):
+        raise InputError(f"it is a {type(found).__name__}, not an object")
+    return found
 
 
 def _weights_in(source: Path) -> dict[str, torch.Tensor]:
-    if source.is_dir():
+    if os.path.isdir(source):
         return _weights_in_folder(source)
     if source.suffix in PICKLES:
         raise InputError(_pickled(source))
-    if not source.is_file():
+    if not os.path.isfile(source):
         raise InputError(f"there is no {source}: give a folder with {CONFIG} and safetensors, or one such file")
     if source.suffix != ".safetensors":
         raise InputError(f"{source} is no safetensors file: give a folder or a FILE.safetensors")
@@ -143,7 +142,8 @@ def _pickled(path: Path) -> str:
 def _weights_by_index(folder: Path) -> dict[str, torch.Tensor]:
     """Each weight from the file that the index names, of which none has others."""
     with refusing(f"{folder / INDEX} is not understood"):
-        places: dict[str, str] = dict(json.loads((folder / INDEX).read_bytes())["weight_map"])
+        found_places = dict(json.loads((folder / INDEX).read_bytes())["weight_map"])
+        places = {name: str(place) for name, place in found_places.items()}
     weights: dict[str, torch.Tensor] = {}
     for name in sorted(set(places.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
@@ -239,6 +239,8 @@ def _made(output: Path) -> Iterator[Path]:
     try:
         part.mkdir(parents=True)
         yield part
+    except SafetensorError as error:
+        raise unwritable(output, OSError(str(error))) from error
     except OSError as error:
         raise unwritable(output, error) from error
     finally:
@@ -249,6 +251,7 @@ def _made(output: Path) -> Iterator[Path]:
 def _named(path: Path) -> Iterator[None]:
     """What is wrong with it begins with its name."""
     try:
-        yield
+        with refusing("it is not understood"):
+            yield
     except InputError as error:
         raise InputError(f"{path}: {error}") from error

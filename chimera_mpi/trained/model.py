@@ -46,9 +46,10 @@ def open_trained(path: Path) -> Trained:
     with refusing(f"{path} cannot be read"):
         checkpoint = choose_newest(found_in(path), open_checkpoint).checkpoint or open_checkpoint(path)
     config: dict[str, Any] = checkpoint.facts["config"]
-    if config["model"] not in ("gpt", "bert"):
-        raise InputError(f"{checkpoint.path} is of model={config['model']}: give one of a gpt or a bert")
-    kind = BERT if config["model"] == "bert" else GPT
+    model = config.get("model", "a module of one's own")  # which a Trainer knows no name of
+    if model not in ("gpt", "bert"):
+        raise InputError(f"{checkpoint.path} is of model={model}: give one of a gpt or a bert")
+    kind = BERT if model == "bert" else GPT
     shape = kind(**{key: config[key] for key in SHAPE})
     if len(checkpoint.files) != shape.layers + 2:
         raise InputError(f"{checkpoint.path} has {len(checkpoint.files)} layers, its model {shape.layers + 2}")

@@ -128,7 +128,7 @@ def _progress(view: View, width: int, ascii: bool) -> list[Line]:
     """How far it is, with a bar where there is room for one."""
     share = min(view.done / view.steps, 1.0)
     words = _parts(f"{view.done} of {view.steps}", percent(share))
-    if view.done < view.steps and isfinite(view.left_s):
+    if view.done < view.steps and isfinite(view.left_s) and view.state in (State.RUNNING, State.SILENT):
         words.append(Part(f"{clock(view.left_s)} left"))
     rows = _packed("step", words, width)
     room = min(width - len(plain(rows[-1])) - 2, 40)

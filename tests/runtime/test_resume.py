@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -216,6 +217,31 @@ def test_a_full_disk_on_one_rank_ends_all_ranks_alike(comm, monkeypatch, rank, c
         monkeypatch.undo()
         losses = train(comm, folder, **CHIMERA, resume="auto")
         assert comm.rank or list(losses) == [2, 3, 4, 5]
+
+
+@pytest.mark.mpi(2)
+def test_who_writes_still_when_another_cannot_leaves_nothing(comm, monkeypatch):
+    written = checkpoint._write
+
+    def slow(*arguments):
+        time.sleep(0.02)
+        written(*arguments)
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with scratch(comm) as folder:
+        train(comm, folder, depth=2, steps=2)
+        monkeypatch.setattr("chimera_mpi.saving.free_memory", lambda: 1.0)  # so that it writes in the background
+        monkeypatch.setattr(checkpoint, "_write", slow if comm.rank else full)
+        with pytest.raises(RunFailed, match=r"by rank 0 .No space left on device"):
+            train_to_the_end(comm, folder, depth=2, resume="auto")
+        for thread in threading.enumerate():
+            if thread.name.startswith("checkpoint"):
+                thread.join()
+        meet(comm)
+        assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+        meet(comm)
 
 
 def train_to_the_end(comm, folder, resume, **asked):

@@ -77,14 +77,16 @@ class Start:
     @property
     def plan(self) -> Steps:
         """The schedule that each replica carried out. Raises InputError if this program does not know the scheme."""
+        planned_by = self._planned_by
         with self._reading():
-            return _plan(*self._planned_by)
+            return _plan(*planned_by)
 
     @property
     def wanted(self) -> frozenset[tuple[Any, ...]]:
         """What there is a span of in a sampled step, by the columns `WHAT`."""
+        planned_by = self._planned_by
         with self._reading():
-            return _wanted(self.width, *self._planned_by)
+            return _wanted(self.width, *planned_by)
 
     @cached_property
     def rows(self) -> NDArray[np.intp]:

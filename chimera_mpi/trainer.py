@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ class Trainer:
         """
         pipeline = self._meet(lambda: (f"save {folder}, keep {keep}", self._pipeline_to_save(keep)))
         known = self._last.get(Path(folder).resolve())
-        is_there = self.grid.world.bcast(known and known[0].is_dir())
+        is_there = self.grid.world.bcast(known and os.path.isdir(known[0]))
         saver = Saver(pipeline, Path(folder), keep)
         if known:
             path, step = known
@@ -191,10 +192,10 @@ class Trainer:
         checkpoint = find_last(world, Path(path)).checkpoint or find_named(world, Path(path)).checkpoint
         assert checkpoint is not None
         agree(world, lambda: self._check(checkpoint))
-        self._begun, self.steps_done = checkpoint, checkpoint.step
-        self._last = {checkpoint.path.parent.resolve(): (checkpoint.path, checkpoint.step)}
         if self._part:
             Begun.at(checkpoint).take_up(self._part.pipeline)
+        self._begun, self.steps_done = checkpoint, checkpoint.step
+        self._last = {checkpoint.path.parent.resolve(): (checkpoint.path, checkpoint.step)}
 
     def close(self) -> None:
         """Free the communicators; so does the end of a `with`, unless it is an exception, which others may not have."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -18,8 +19,20 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import launch
 
+from chimera_mpi.stopping import SIGNALS
+
 INSIDE = "CHIMERA_TEST_RESULTS"
-JOB_LIMIT_S = 800  # of a job; a test has its own limit, in setup.cfg
+JOB_LIMIT_S = 1500  # of a job; a test has its own limit, in setup.cfg
+
+
+@pytest.fixture(autouse=True)
+def _signals():
+    """A run that is to be queued again leaves signals ignored, for it is the end of its process, but not of this one:
+    what tests start later would ignore them too."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def ranks_of(item: pytest.Item) -> int:

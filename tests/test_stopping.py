@@ -146,16 +146,12 @@ def test_a_signal_is_noted_and_handlers_come_back(number):
 
 
 def test_signals_late_in_an_end_change_nothing():
-    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
-    try:
-        with Signals() as signals:
-            signals.hush()
-            os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert signals.number == 0 and signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    interrupt = signal.getsignal(signal.SIGINT)
+    with Signals() as signals:
+        signals.hush()
+        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert signals.number == 0 and signal.getsignal(signal.SIGINT) == interrupt
 
 
 def test_a_second_interrupt_interrupts_and_an_echo_of_the_first_does_not(monkeypatch):

@@ -146,6 +146,17 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(folder):
     assert (folder / "unread" / "step-00000040").is_dir()
 
 
+def test_why_a_run_stopped_is_its_code_though_nobody_reads_it(folder):
+    keys = ("depth=1", "log=unheard.h5", "steps=100000", "time_limit=3", "checkpoint=unheard")
+    command = [sys.executable, "-m", "chimera_mpi", "train", "small.toml", *keys]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=folder, env=launch.environment(), text=True, **both) as run:
+        while not run.stdout.readline().startswith("step 1/"):
+            assert run.poll() is None
+        run.stdout.close()
+        assert run.wait() == AGAIN
+
+
 def test_an_existing_log_is_not_touched(folder):
     (folder / "taken.h5").write_bytes(b"somebody's work")
     done = train(2, folder, "taken.h5", "depth=2")

@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..host import keep_freed_memory
 from ._devices import find_staging
 from ._ranks import library_name, set_threads
+from ._terminal import say
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint, Choice
@@ -132,7 +133,7 @@ def _prepare_default(path: Path) -> None:
 
     if not path.exists():
         make_folder(path.parent, "data")
-        print(describe(prepare(path)), flush=True)
+        say(describe(prepare(path)))
 
 
 def make_folder(folder: Path, key: str) -> None:

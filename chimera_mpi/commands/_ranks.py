@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, RunFailed
+from ._terminal import complain, say
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -75,9 +75,9 @@ def ending_together(world: Any) -> Iterator[None]:
 
 def end_all(world: Any, code: int, text: str) -> None:
     """End all ranks, once `text` is told."""
-    sys.stdout.flush()
+    say("", end="")
     if text:
-        print(text, file=sys.stderr, flush=True)
+        complain(text)
     time.sleep(0.3)  # launchers drop what a rank wrote just before it aborts
     world.Abort(code)
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ._plan import count
 
@@ -57,6 +57,12 @@ def say(text: str, end: str = "\n") -> None:
         print(text, end=end, flush=True)
     except OSError:
         mute()
+
+
+def complain(text: str) -> None:
+    """The same of what went wrong."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _width(word: str) -> int:

@@ -90,10 +90,10 @@ def _calibrate(world: Any, args: argparse.Namespace) -> int:
     found = measure(world, config, [layer.kind for layer in work.layers], args.quick, args.name, tell)
     if world.rank == 0:
         made = calibrated(found, work.layers)
+        write(args.output, made.text)
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
         console.print(*tables(found, made), sep="\n")
         print("\n".join([*summary(found, made), *doubts(found)]))
-        write(args.output, made.text)
         if args.svg:
             write(args.svg, chart_svg(charts(found, made)))
         print(f"file        {args.output}")
@@ -253,7 +253,7 @@ def _source(config: Config, hosts: Sequence[str], threads: int, devices: str, pr
 def _check_targets(*paths: Path | None) -> None:
     """Raise InputError now, not after all has been measured."""
     for path in filter(None, paths):
-        is_new = not os.path.exists(path)
+        is_new = not os.path.lexists(path)
         try:
             path.open("a").close()
         except OSError as error:

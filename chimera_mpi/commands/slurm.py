@@ -195,9 +195,10 @@ if [ "$status" -eq 75 ]; then
     for _ in 1 2 3 4 5; do  # a controller that is busy may not answer at once
         state=$(squeue --noheader --jobs="$job" --format='%T %r') && case $state in
             RUNNING* | *TimeLimit) scontrol requeue "$job" ;;  # and not where it has been cancelled
-        esac && break
+        esac && told=yes && break
         sleep 5
     done
+    [ -n "${told:-}" ] || echo "job $job could not be queued again: do it by sbatch" >&2
 fi
 exit "$status"
 """

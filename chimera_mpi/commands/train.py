@@ -20,7 +20,7 @@ from ._desk import Desk
 from ._job import Asked, facts_of, find_asked, fitted, on_rank_0, settle
 from ._keys import listed
 from ._ranks import end_all, ending_together, library_name, refuse_singletons
-from ._terminal import say
+from ._terminal import complain, say
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -97,7 +97,7 @@ def _carry_out(world: Any, config: Config, signals: Signals, began_s: float) -> 
     asked = find_asked(world, config)
     if asked.resumed and asked.resumed.step == config.steps:
         if world.rank == 0:
-            print(f"{asked.resumed.path} has all {config.steps} steps: raise steps= to go on")
+            say(f"{asked.resumed.path} has all {config.steps} steps: raise steps= to go on")
         return 0
     facts = facts_of(world, settle(config, asked.node), asked)
     job = fitted(world, asked)
@@ -175,7 +175,7 @@ def _tell_end(run: Run | None, end: End) -> None:
     if lines:
         say("\n".join(lines))
     if end.code:
-        print(f"chimera-mpi: {end.reason}", file=sys.stderr, flush=True)
+        complain(f"chimera-mpi: {end.reason}")
 
 
 def _summary(log: Path) -> list[str]:

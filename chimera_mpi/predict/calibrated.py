@@ -174,7 +174,14 @@ def _links(found: Found) -> tuple[_Links, dict[str, tuple[str, ...]]]:
         near, fits["[node_link]"] = fit_link(counted(found.near))
     if found.far:
         far, fits["[link]"] = fit_link(counted(found.far))
-    return _Links(far or ASSUMED_LINK, near, fits), {} if far else {"[link]": (ASSUMED,)}
+    return _Links(far or _assumed(near), near, fits), {} if far else {"[link]": (ASSUMED,)}
+
+
+def _assumed(near: Link | None) -> Link:
+    """Between nodes, where only within one was measured: no faster than that."""
+    if near is None:
+        return ASSUMED_LINK
+    return Link(max(near.latency_s, ASSUMED_LINK.latency_s), max(near.s_per_byte, ASSUMED_LINK.s_per_byte))
 
 
 class _Sums(NamedTuple):

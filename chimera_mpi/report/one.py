@@ -141,7 +141,7 @@ class Report:
         before = np.array(json.loads(attributes["held_before_bytes"]))[: self.start.ranks]
         peaks = np.fmax.reduce(self.run.workers["peak_bytes"][self._last_rows, : len(before)])  # nan: nobody could tell
         held = (peaks - before).reshape(self.start.width, -1)
-        return Memory(predicted, held.max(axis=0), attributes["memory_measured"] == "device")
+        return Memory(predicted, np.fmax.reduce(held), attributes["memory_measured"] == "device")
 
     @property
     def _last_rows(self) -> NDArray[np.intp]:
@@ -392,7 +392,7 @@ def loss_chart(series: Sequence[Series], unit: str) -> Chart:
 
 
 def breakdown_chart(title: str, groups: Sequence[str], times: Sequence[Times]) -> Bars:
-    unit, size = unit_of(max(sum(each) for each in times))
+    unit, size = unit_of(np.fmax.reduce([sum(each) for each in times]))
     bars = [Bar(words, [getattr(each, name) / size for each in times]) for name, words in TIMES.items()]
     return Bars(title, f"{unit} of a step", groups, bars, stacked=True)
 

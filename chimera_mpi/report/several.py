@@ -10,6 +10,8 @@ from itertools import combinations
 from math import isfinite, nan
 from typing import Any
 
+import numpy as np
+
 from ..draw.chart import Bar, Bars, Chart, Drawn, Series, thinned
 from ..draw.look import figure, percent, unit_of
 from ..draw.table import Table
@@ -38,7 +40,7 @@ class Comparison:
 
     def _table(self) -> Table:
         """What says the same of all of them is left out."""
-        unit, size = unit_of(max(each.step_s.value for each in self.configurations))
+        unit, size = unit_of(np.fmax.reduce([each.step_s.value for each in self.configurations]))
         heads = ["", "scheme", "D", "W", "N", "B", "ranks", "samples/s", f"step, {unit}", "bubble planned", "measured",
                  "loss", "validation", "intervals over"]  # fmt: skip
         rows = [

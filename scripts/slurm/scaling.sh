@@ -60,7 +60,7 @@ submit() {
     shift
     mapfile -t asked < <(points "$@")
     mapfile -t reasons < <(printf '%s\n' "${asked[@]}" |
-        chimera-mpi slurm "$CONFIG" --env "$CHIMERA_ENV" --nodes "$nodes" --ranks-per-node "$RANKS_PER_NODE" --check)
+        chimera-mpi slurm "$CONFIG" --env "$CHIMERA_ENV" --nodes "$nodes" --ranks-per-node "$RANKS_PER_NODE" --time "$TIME" --check)
     [ ${#reasons[@]} -eq ${#asked[@]} ]
     [ ! -e "$folder/points" ] || mapfile -t known <"$folder/points"
     before=${#known[@]}
@@ -103,7 +103,8 @@ submit() {
         rm -f "$folder/$number/status"
     done
     if [ ${#known[@]} -gt "$before" ]; then
-        printf '%s\n' "${known[@]:before}" >>"$folder/points"
+        printf '%s\n' "${known[@]}" >"$folder/points.new"
+        mv "$folder/points.new" "$folder/points"
     fi
     job=$(RUN=$folder CONFIG=$CONFIG "${command[@]}")
     echo "${job%%;*}" >>"$folder/jobs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,16 +187,20 @@ class Trainer:
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint of the same layers and optimizer, or from the last whole one of a folder.
-        `steps_done` is then that of the checkpoint. Raises InputError."""
+        `steps_done` is then that of the checkpoint. Those that were passed over are told by warnings. Raises
+        InputError."""
         self._meet(lambda: (f"load {path}", None))
         world = self.grid.world
-        checkpoint = find_last(world, Path(path)).checkpoint or find_named(world, Path(path)).checkpoint
+        last = find_last(world, Path(path))
+        checkpoint = last.checkpoint or find_named(world, Path(path)).checkpoint
         assert checkpoint is not None
         agree(world, lambda: self._check(checkpoint))
         if self._part:
             Begun.at(checkpoint).take_up(self._part.pipeline)
         self._begun, self.steps_done = checkpoint, checkpoint.step
         self._last = {checkpoint.path.parent.resolve(): (checkpoint.path, checkpoint.step)}
+        for why in last.passed_over if world.rank == 0 else ():
+            warnings.warn(f"passed over: {why}", stacklevel=2)
 
     def close(self) -> None:
         """Free the communicators; so does the end of a `with`, unless it is an exception, which others may not have."""

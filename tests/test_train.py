@@ -147,14 +147,15 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(folder):
 
 
 def test_why_a_run_stopped_is_its_code_though_nobody_reads_it(folder):
-    keys = ("depth=1", "log=unheard.h5", "steps=100000", "time_limit=3", "checkpoint=unheard")
+    keys = ("depth=1", "log=unheard.h5", "steps=100000", "eval_every=1", "checkpoint=unheard")
     command = [sys.executable, "-m", "chimera_mpi", "train", "small.toml", *keys]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, cwd=folder, env=launch.environment(), text=True, **both) as run:
-        while not run.stdout.readline().startswith("step 1/"):
+        while "/100000" not in run.stdout.readline():
             assert run.poll() is None
         run.stdout.close()
-        assert run.wait() == AGAIN
+        run.terminate()
+        assert run.wait(60) == AGAIN
 
 
 def test_an_existing_log_is_not_touched(folder):

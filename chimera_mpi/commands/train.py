@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -140,8 +140,9 @@ def _survive(world: Any, job: Job, asked: Asked, desk: Desk) -> NoReturn:
     if survival.speaks:
         _tell_end(survival.run, end)
     # All ranks are done with MPI, but where one has died, be it just now, MPI may never be through with its own end.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    say("", end="")
+    with suppress(OSError):
+        sys.stderr.flush()
     os._exit(end.code)
 
 

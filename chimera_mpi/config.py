@@ -66,7 +66,7 @@ class Config(BaseModel):
         "drawn", description="of a worker's ops: as the scheme is drawn, or the best found for what its stages cost"
     )
     sync: Literal["lazy", "eager", "eager_opt"] = "eager_opt"
-    pairs: Count | None = Field(None, description="pairs of pipelines of chimera")
+    pairs: Count | None = Field(None, description="pairs of pipelines of chimera and chimera_zb")
     concat: Literal["direct", "doubling", "halving"] | None = Field(None, description="how chimera joins its units")
     chunks: Count | None = Field(None, description="stages a worker of interleaved")
     waves: Count | None = Field(None, description="of hanayo")

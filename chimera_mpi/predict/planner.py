@@ -249,11 +249,12 @@ def _depths(work: Work, workers: int) -> list[int]:
 
 def _options(scheme: str, depth: int) -> Iterator[Options]:
     """What a scheme can be asked for. Backward halving is doubling with micro-batches of half the size."""
-    if scheme == "chimera":
+    if scheme in ("chimera", "chimera_zb"):
         for pairs in (1, *(f for f in range(2, MOST_PAIRS + 1) if depth % (2 * f) == 0)):
             of_pairs: Options = (("pairs", pairs),) if pairs > 1 else ()
             yield of_pairs
-            yield (("concat", "doubling"), *of_pairs)
+            if scheme == "chimera":
+                yield (("concat", "doubling"), *of_pairs)
     elif scheme == "interleaved":
         yield from ((("chunks", chunks),) for chunks in (2, 3, 4, 6, 8))
     elif scheme == "hanayo":

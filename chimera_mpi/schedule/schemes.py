@@ -158,10 +158,7 @@ def chimera(depth: int, micro_batches: int, pairs: int = 1, concat: str = "direc
     """
     if concat not in CONCATS:
         raise ScheduleError(f"unknown concat '{concat}': {nearest(concat, CONCATS)}")
-    _need_even(depth, "chimera")
-    if pairs < 1 or depth % (2 * pairs):
-        fitting = ", ".join(str(f) for f in range(1, depth // 2 + 1) if depth % (2 * f) == 0)
-        raise ScheduleError(f"chimera with depth {depth} cannot have {pairs} pairs of pipelines: try pairs = {fitting}")
+    _need_pairs(depth, pairs, "chimera")
     doubled = 0 if concat == "direct" else micro_batches // (2 * depth)
 
     def trips() -> Iterator[Trip]:
@@ -260,14 +257,14 @@ def zb_h2(depth: int, micro_batches: int) -> Schedule:
     return weave("zb_h2", [down(depth)], trips, trailing(lambda stage: 2 * stage), pace, pace[::-1])
 
 
-def chimera_zb(depth: int, micro_batches: int) -> Schedule:
+def chimera_zb(depth: int, micro_batches: int, pairs: int = 1) -> Schedule:
     """Chimera's placement with a split backward: nothing is left of the bubble but the ramp.
 
     A unit of Chimera leaves each worker `depth` free slots in every `3 * depth`, some between its forwards
     and some between its input gradients. The next unit starts after `3 * depth` slots, no sooner, and the
     weight gradients of both fill exactly what is free: with F = I = W = 1 every worker ends after
-    `3 * micro_batches + depth / 2 - 1`, and none ever holds more than `depth` activations. A forward let
-    in early takes a slot that the input gradients need, and its memory.
+    `3 * micro_batches + depth / (2 * pairs) - 1`, and none ever holds more than `depth` activations. A
+    forward let in early takes a slot that the input gradients need, and its memory.
 
         slot  0  1  2  3  4  5  6  7  8  9 10 11 12
         P0   F0 F1  . F2 I2 F3 I3 I0 W2 I1 W3 W0 W1
@@ -275,8 +272,9 @@ def chimera_zb(depth: int, micro_batches: int) -> Schedule:
         P2    . F2 F0 F3 F1 I0 I2 I1 I3 W0 W2 W1 W3
         P3   F2 F3  . F0 I0 F1 I1 I2 W0 I3 W1 W2 W3
     """
-    _need_even(depth, "chimera_zb")
-    return weave("chimera_zb", both_ways(depth), plain_units(depth, 2, micro_batches, 0, 3 * depth), in_gaps)
+    _need_pairs(depth, pairs, "chimera_zb")
+    trips = plain_units(depth, 2 * pairs, micro_batches, 0, 3 * depth)
+    return weave("chimera_zb", both_ways(depth, pairs), trips, in_gaps)
 
 
 def zb_v(depth: int, micro_batches: int) -> Schedule:
@@ -449,3 +447,12 @@ def _need_even(depth: int, scheme: str) -> None:
     if depth % 2:
         fitting = f"depth={depth + 1}" if depth < 2 else f"depth={depth - 1} or depth={depth + 1}"
         raise ScheduleError(f"{scheme} needs an even depth, not {depth}: try {fitting}")
+
+
+def _need_pairs(depth: int, pairs: int, scheme: str) -> None:
+    _need_even(depth, scheme)
+    if pairs < 1 or depth % (2 * pairs):
+        fitting = ", ".join(str(f) for f in range(1, depth // 2 + 1) if depth % (2 * f) == 0)
+        raise ScheduleError(
+            f"{scheme} with depth {depth} cannot have {pairs} pairs of pipelines: try pairs = {fitting}"
+        )

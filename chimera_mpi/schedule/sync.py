@@ -20,9 +20,9 @@ def with_updates(schedule: Schedule, sync: str) -> Schedule:
     which have a bubble after them.
 
     Workers start the all-reduces of their stages from the last stage down, and none before their last
-    forward. So two workers that share two stages start them in one order, and no schedule can deadlock
-    even where an all-reduce blocks: a worker that waits in one owes the others nothing but backwards
-    of earlier stages.
+    forward and, of a split backward, their last input gradient. So two workers that share two stages start
+    them in one order, and no schedule can deadlock even where an all-reduce blocks: a worker that waits in
+    one owes the others nothing but whole backwards of earlier stages.
     """
     if sync not in SYNCS:
         raise ScheduleError(f"unknown sync '{sync}': choose from {', '.join(SYNCS)}")
@@ -66,7 +66,7 @@ def completing(schedule: Schedule, worker: int) -> frozenset[Op]:
 def _with_updates(schedule: Schedule, worker: int, sync: str) -> Iterator[Op]:
     order = schedule.orders[worker]
     places = sorted(schedule.places(worker), key=lambda place: (-place[1], place[0]))
-    ready = max((at for at, op in enumerate(order) if op.kind is Kind.FORWARD), default=0)
+    ready = max((at for at, op in enumerate(order) if op.kind in (Kind.FORWARD, Kind.INPUT)), default=0)
     last = {op[1:3]: at for at, op in enumerate(order)}
     reduces = defaultdict(list)
     for place in places:

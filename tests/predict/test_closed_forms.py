@@ -126,9 +126,10 @@ def test_dualpipe(depth):
 def test_chimera_zb_reaches_its_bound_in_the_memory_of_1f1b(depth):
     for units in 1, 2, 3, 4 if depth > 8 else 16:
         n = units * depth
-        schedule = build("chimera_zb", depth, n)
-        assert simulate(schedule).makespan_s == 3 * n + depth // 2 - 1
-        assert max(peak_activations(schedule)) <= depth
+        for pairs in (f for f in range(1, depth // 2 + 1) if depth % (2 * f) == 0 and units * f <= 16):
+            schedule = build("chimera_zb", depth, n, pairs=pairs)
+            assert simulate(schedule).makespan_s == 3 * n + depth // (2 * pairs) - 1
+            assert max(peak_activations(schedule)) <= depth
 
 
 def test_chimera_zb_at_the_size_of_the_statement():

@@ -99,7 +99,8 @@ def test_the_number_of_micro_batches_changes_nothing(comm, micro_batches):
 @pytest.mark.mpi(4)
 def test_pairs_of_pipelines(comm):
     for micro_batches in (1, 4, 6, 8):
-        Case(comm, build("chimera", 4, micro_batches, pairs=2), tiny(tied=True)).run()
+        for scheme in ("chimera", "chimera_zb"):
+            Case(comm, build(scheme, 4, micro_batches, pairs=2), tiny(tied=True)).run()
 
 
 @pytest.mark.mpi(4)

@@ -15,7 +15,8 @@ from torch import nn
 
 from ..schedule import Place, Schedule
 from .grid import Comm, Grid, Nearby, free_shared_bytes, holders
-from .reduction import Layout, SharedMemory, StagedSum, Sum, by_messages, in_shared_memory, zeros
+from .reduction import Layout, StagedSum, Sum, by_messages, in_shared_memory, zeros
+from .shared_memory import SharedMemory
 from .stage import Stage
 from .staging import Direct, Staging
 from .waiting import Patience

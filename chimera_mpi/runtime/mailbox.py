@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
-from ..schedule import Kind, Op, Schedule, messages, needs
+from ..schedule import COMPUTE, Kind, Op, Schedule, messages, needs
 from .staging import Direct, Incoming, Outgoing, Spec, Staging, Tensors
 from .waiting import Doorbell, Patience
 
@@ -52,19 +52,24 @@ class Mailbox:
         bell: Doorbell | None = None,
     ):
         """`bell` wakes the ranks of `comm` that share a node."""
-        self.comm, self.schedule, self.spec = comm, schedule, spec
+        self.comm, self.schedule = comm, schedule
         self.patience, self.delivery, self.staging = patience, delivery, staging
         self.bell = bell if staging.in_place else None  # a device completes what it has without a ring
         self._isend = comm.Issend if delivery.synchronous else comm.Isend
-        mine = [m for m in messages(schedule) if comm.rank in (m.source, m.target)]
-        self._targets = {m.op: m.target for m in mine if m.source == comm.rank}
-        self._expected = [m.op for m in mine if m.target == comm.rank != m.source]
-        self._tag = Tags(schedule, tag_bound(comm))
+        self._mine = [m for m in messages(schedule) if comm.rank in (m.source, m.target)]
+        self._expected = [m.op for m in self._mine if m.target == comm.rank != m.source]
+        self._awaited = {op: _from_elsewhere(schedule, op) for op in schedule.orders[comm.rank] if op.kind in COMPUTE}
         self._ahead: deque[Op] = deque()
         self._arriving: dict[Op, Arrival] = {}
         self._unsent: deque[Letter] = deque()
         self._leaving: deque[Departure] = deque()
         self._to_self: dict[Op, Tensors] = {}
+        self.expect(spec)
+
+    def expect(self, spec: Callable[[Op], tuple[Spec, ...]]) -> None:
+        """From the next step on the messages of ops are made of these tensors."""
+        tags = Tags(self.schedule, tag_bound(self.comm))
+        self._routes = {m.op: Route(m.source, m.target, *tags.tagged(m.op, spec(m.op))) for m in self._mine}
 
     def open(self) -> None:
         """Begin a step: post the first receives."""
@@ -74,32 +79,29 @@ class Mailbox:
     def receive(self, op: Op) -> Tensors:
         """Wait for what other stages made for `op`. Raises at a message of another size (`verify`)."""
         received: Tensors = ()
-        for need in needs(self.schedule, op):
-            if need.stage != op.stage:
-                received += self._take(need)
+        for need in self._awaited[op]:
+            received += self._take(need)
         return received
 
     def send(self, op: Op, tensors: Tensors) -> None:
         """Give away what `op` made, and return at once. A write to the tensors before they have left that
         autograd would notice is found out: a later call raises RuntimeError."""
-        target, tensors = self._targets[op], tuple(tensor.detach() for tensor in tensors)
-        if target == self.comm.rank:
+        route, tensors = self._routes[op], tuple(tensor.detach() for tensor in tensors)
+        if route.target == route.source:
             self._to_self[op] = tensors
             return
-        specs = self.spec(op)
-        if [Spec(tuple(t.shape), t.dtype) for t in tensors] != list(specs):
-            raise TypeError(f"{op} made {[(tuple(t.shape), t.dtype) for t in tensors]}, its receiver expects {specs}")
-        if len(tensors) > Tags.parts:
-            raise ValueError(f"{op} made {len(tensors)} tensors, a message has {Tags.parts} at most")
-        for part, tensor in enumerate(tensors):
+        if not route.fits(tensors):
+            made = [(tuple(t.shape), t.dtype) for t in tensors]
+            raise TypeError(f"{op} made {made}, its receiver expects {route.specs}")
+        for tag, tensor in zip(route.tags, tensors, strict=True):
             tensor = tensor.contiguous()
             if self.staging.in_place:
-                self._isend_pieces(op, target, self._tag(op, part), tensor)
+                self._isend_pieces(op, route.target, tag, tensor)
             else:
                 outgoing = self.staging.leaving(tensor)
-                self._unsent.append(Letter(op, target, self._tag(op, part), outgoing, tensor, tensor._version))
+                self._unsent.append(Letter(op, route.target, tag, outgoing, tensor, tensor._version))
         if self.bell:
-            self.bell.ring(target)
+            self.bell.ring(route.target)
         self.poke()
 
     def poke(self) -> bool:
@@ -160,13 +162,12 @@ class Mailbox:
                     part.hasten()
 
     def _irecv(self, op: Op) -> Arrival:
-        source = self.schedule.worker(op)
-        incoming = tuple(self.staging.arriving(spec) for spec in self.spec(op))
+        route = self._routes[op]
+        incoming = tuple(self.staging.arriving(spec) for spec in route.specs)
         requests, sizes = [], []
-        for part, of in enumerate(incoming):
-            tag = self._tag(op, part)
+        for tag, of in zip(route.tags, incoming, strict=True):
             for piece in pieces(of.tensor, self.delivery.limit_bytes):
-                requests.append(self.comm.Irecv(piece, source, tag))
+                requests.append(self.comm.Irecv(piece, route.source, tag))
                 sizes.append(piece.nbytes)
         return Arrival(requests, incoming, sizes)
 
@@ -175,7 +176,7 @@ class Mailbox:
             return self._to_self.pop(op)
         self._post()
         arrival = self._arriving.pop(op)
-        bell = self.bell if self.bell and self.schedule.worker(op) in self.bell.addresses else None
+        bell = self.bell if self.bell and self._routes[op].source in self.bell.neighbours else None
         if self.delivery.verify:
             self.push()
             arrival.verify(op, self.patience)
@@ -188,6 +189,27 @@ class Mailbox:
         if self._unsent:
             self._despatch()  # what is awaited may be made of it
         return MPI.Request.Testall(requests)
+
+
+class Route(NamedTuple):
+    """A message's way: from which worker to which, its tensors and the tag of each."""
+
+    source: int
+    target: int
+    specs: tuple[Spec, ...]
+    tags: tuple[int, ...]
+
+    def fits(self, tensors: Tensors) -> bool:
+        """Whether `tensors` are what the other end expects."""
+        return len(tensors) == len(self.specs) and all(
+            tensor.shape == spec.shape and tensor.dtype is spec.dtype
+            for tensor, spec in zip(tensors, self.specs, strict=True)
+        )
+
+
+def _from_elsewhere(schedule: Schedule, op: Op) -> tuple[Op, ...]:
+    """What `op` needs of other stages."""
+    return tuple(need for need in needs(schedule, op) if need.stage != op.stage)
 
 
 class Letter(NamedTuple):
@@ -257,6 +279,12 @@ class Tags:
         self.window = (bound + 1) // (self.pipes * self.stages * 2 * self.parts)
         if self.window < 1:
             raise ValueError(f"{self.pipes} pipelines of {self.stages} stages need more tags than 0 to {bound}")
+
+    def tagged(self, op: Op, specs: Sequence[Spec]) -> tuple[tuple[Spec, ...], tuple[int, ...]]:
+        """The tensors of a message and their tags. Raises ValueError if there are too many."""
+        if len(specs) > self.parts:
+            raise ValueError(f"the message of {op} is {len(specs)} tensors, it can have {self.parts} at most")
+        return tuple(specs), tuple(self(op, part) for part in range(len(specs)))
 
     def __call__(self, op: Op, part: int) -> int:
         place = (op.index % self.window * self.pipes + op.pipe) * self.stages + op.stage

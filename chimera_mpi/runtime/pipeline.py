@@ -99,7 +99,7 @@ class Pipeline:
         """From the next step on micro-batches have these shapes; `inputs` are as those of the constructor."""
         self.traces = self._traces(inputs)
         for mailbox in (self.worker.mailbox, self.evaluator.mailbox):
-            mailbox.spec = Boundaries(mailbox.schedule, self.cuts, self.traces)
+            mailbox.expect(Boundaries(mailbox.schedule, self.cuts, self.traces))
 
     def run(self, feed: Feed, first_step: int, learning_rate: Callable[[int], float]) -> tuple[list[Span], list[Sums]]:
         """Train for the steps of the schedule. Returns this worker's spans, and its part of each step's sums."""

@@ -6,12 +6,15 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from mpi4py import MPI
+
+from .shared_memory import SharedMemory
 
 MOST_FILES = 1024  # that select() can watch
 
@@ -42,13 +45,22 @@ class Patience:
         """Return once `done()`, which drives MPI's progress by itself."""
         if done():
             return
-        sleep, growth = (bell.wait, 1.5) if bell else (_sleep, 1.05)
-        nap = self.nap_s
-        awake = time.perf_counter()
+        spun = time.perf_counter() + self.spin_s
+        while time.perf_counter() < spun:
+            if done():
+                return
+        if bell:
+            with bell.listening():
+                self._nap_until(done, bell.wait, 1.5)
+        else:
+            self._nap_until(done, _sleep, 1.05)
+
+    def _nap_until(self, done: Callable[[], bool], sleep: Callable[[float], bool], growth: float) -> None:
+        nap, spun = self.nap_s, 0.0
         while not done():
-            if time.perf_counter() - awake > self.spin_s:
+            if time.perf_counter() > spun:
                 if sleep(nap):
-                    awake = time.perf_counter()
+                    spun = time.perf_counter() + self.spin_s
                 nap = min(nap * growth, self.longest_nap_s)
                 if self.alarm:
                     self.alarm()
@@ -64,17 +76,25 @@ class Patience:
             replace(self, alarm=None).until(partial(_has_ended, request))
 
 
+class Neighbour(NamedTuple):
+    """A rank of the same node: where it hears rings, and a word that is not zero while it listens."""
+
+    address: bytes
+    listens: memoryview
+
+
 class Doorbell:
     """Wakes ranks of this node that wait for something from this one, and this one when another rings.
 
-    A ring is an empty datagram. It may come early, late or not at all: whoever waits looks for himself. Without rings
+    A ring is an empty datagram, sent only to who listens: one that comes while nobody waits costs both sides as much as
+    the message that it tells of. It may come early, late or not at all: whoever waits looks for himself. Without rings
     a rank that waits must wake and poll, so often that it takes time from those that compute, or so seldom that it
     finds out late.
     """
 
-    def __init__(self, listener: socket.socket, addresses: Mapping[int, bytes]):
-        """`addresses` are those of the ranks that can be reached."""
-        self.listener, self.addresses = listener, addresses
+    def __init__(self, listener: socket.socket, memory: SharedMemory, neighbours: Mapping[int, Neighbour]):
+        """`neighbours` are the ranks that can be reached."""
+        self.listener, self.memory, self.neighbours = listener, memory, neighbours
 
     @staticmethod
     def between(comm: MPI.Intracomm, node: MPI.Intracomm) -> Doorbell | None:
@@ -84,10 +104,14 @@ class Doorbell:
         listener = _listener() if node.size > 1 else None
         everyone = node.allgather(listener and listener.getsockname())
         if listener and None not in everyone:
-            addresses = dict(zip(node.group.Translate_ranks(None, comm.group), everyone, strict=True))
-            bell = Doorbell(listener, {rank: address for rank, address in addresses.items() if rank != comm.rank})
+            memory = SharedMemory(node, 1, 0)
+            ranks = node.group.Translate_ranks(None, comm.group)
+            neighbours = dict(zip(ranks, map(Neighbour, everyone, memory.words), strict=True))
+            del neighbours[comm.rank]
+            bell = Doorbell(listener, memory, neighbours)
             if bell._is_heard(node):
                 return bell
+            memory.close()
         if listener:
             listener.close()
         return None
@@ -106,13 +130,25 @@ class Doorbell:
     def among(self, own: MPI.Intracomm, part: MPI.Intracomm) -> Doorbell:
         """The same one for the ranks of `part`, a part of the communicator `own` that this one is for."""
         ranks = enumerate(part.group.Translate_ranks(None, own.group))
-        return Doorbell(self.listener, {at: self.addresses[rank] for at, rank in ranks if rank in self.addresses})
+        near = {at: self.neighbours[rank] for at, rank in ranks if rank in self.neighbours}
+        return Doorbell(self.listener, self.memory, near)
 
     def ring(self, rank: int) -> None:
-        """Wake `rank`, if it can be reached and waits."""
-        if address := self.addresses.get(rank):
+        """Wake `rank`, if it can be reached and listens."""
+        neighbour = self.neighbours.get(rank)
+        if neighbour and neighbour.listens[0]:
             with suppress(OSError):  # it has not heard the last rings yet, or is gone
-                self.listener.sendto(b"", address)
+                self.listener.sendto(b"", neighbour.address)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within it others ring. What they did before is to be looked for once it has begun."""
+        own = self.memory.words[self.memory.rank]
+        own[0] = 1
+        try:
+            yield
+        finally:
+            own[0] = 0
 
     def wait(self, seconds: float) -> bool:
         """Return when somebody rings, after `seconds` at the latest; whether somebody did."""
@@ -122,6 +158,12 @@ class Doorbell:
         return rung
 
     def close(self) -> None:
+        """Collective over the node."""
+        self.listener.close()
+        self.memory.close()
+
+    def abandon(self) -> None:
+        """`close` without the others, who may be dead. The memory stays."""
         self.listener.close()
 
     def _hear(self) -> None:

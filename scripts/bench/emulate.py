@@ -25,6 +25,7 @@ TWINS = {
     "zb_v": "ZBVZeroBubble",
     "dualpipe_v": "DualPipeV",
 }
+OURS = [*(scheme for scheme in SCHEMES if scheme not in STREAMS), "chimera:pairs=2", "chimera_zb:pairs=2"]
 
 
 class Cell(NamedTuple):
@@ -69,7 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--forward-ms", type=float, default=20.0)
     parser.add_argument("--input-ms", type=float, default=20.0)
     parser.add_argument("--weight-ms", type=float, default=20.0)
-    parser.add_argument("--schemes", nargs="+", default=[s for s in SCHEMES if s not in STREAMS], help="of ours")
+    parser.add_argument("--schemes", nargs="+", default=OURS, help="of ours")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 

@@ -1,8 +1,9 @@
 """Microseconds that the runtime itself takes for an op: stages of one number, so that there is nothing to compute.
 
 A step's seconds over the ops of a worker, messages and waits included, beside what autograd takes for the same op on
-the same stage alone in a loop, and beside torch.distributed.pipelining over gloo. --profile shows where rank 0's time
-goes.
+the same stage alone in a loop, and beside torch.distributed.pipelining over gloo. Of ours also what rank 0 spends on
+its ops, the runtime's own work; the rest are waits for others and the ends of a step. --profile shows where rank 0's
+time goes.
 
   python scripts/bench/overhead.py --depth 2 4 --micro-batches 32
 """
@@ -42,13 +43,14 @@ def main() -> None:
     for depth in args.depth:
         found, profile = ours(depth, args)
         theirs = peers(depth, args)
-        heads = ["", "step ms", "spread %", "ops", "us / op", "less autograd"]
+        heads = ["", "step ms", "spread %", "ops", "us / op", "less autograd", "on ops"]
         title = f"D = {depth}, N = {args.micro_batches}; autograd alone {alone_us:.0f} us a micro-batch and stage"
         show(title, heads, [line(row, alone_us) for row in [*found, *theirs]])
         if profile:
             print(profile)
         rows += [{"depth": depth, **row} for row in [*found, *theirs]]
     print("ops: of a worker in a step. less autograd: us / op without what forward and backward take alone.")
+    print("on ops: of that, what rank 0 spends on its ops; the rest are waits for others, and the ends of a step.")
     save(args.json, {"autograd_us": alone_us, "rows": rows})
 
 
@@ -74,6 +76,7 @@ def line(row: dict[str, Any], alone_us: float) -> tuple[object, ...]:
         row["ops"],
         f"{us:.0f}",
         f"{us - autograd_us:.0f}",
+        f"{1e6 * median(row['acting_s']) / row['ops'] - autograd_us:.0f}" if "acting_s" in row else "",
     )
 
 
@@ -126,17 +129,17 @@ def on_a_rank(asked: dict[str, Any]) -> None:
     nothing = Emulation(0.0, 0.0, 0.0, NUMBER_BYTES)
     rehearsals = [Rehearsal(grid, schedule, nothing, sleeper) for schedule in schedules]
     profiler = cProfile.Profile() if asked["profile"] and world.rank == 0 else None
-    steps_s: list[list[float]] = [[] for _ in schedules]
     for rehearsal in rehearsals:
         step_timer.time(rehearsal.step)
+    rows = [{"name": schedule.scheme, "steps_s": [], "acting_s": [], **work(schedule)} for schedule in schedules]
+
+    def act(rehearsal: Rehearsal, acting_s: list[float]) -> None:
+        spans = profiler.runcall(rehearsal.step) if profiler else rehearsal.step()
+        acting_s.append(sum(span.end_s - span.start_s for span in spans if span.op.kind in COMPUTE))
+
     for _ in range(asked["repeat"]):
-        for rehearsal, found in zip(rehearsals, steps_s, strict=True):
-            step = partial(profiler.runcall, rehearsal.step) if profiler else rehearsal.step
-            found.append(step_timer.time(step).seconds)
-    rows = [
-        {"name": schedule.scheme, "steps_s": times, **work(schedule)}
-        for schedule, times in zip(schedules, steps_s, strict=True)
-    ]
+        for rehearsal, row in zip(rehearsals, rows, strict=True):
+            row["steps_s"].append(step_timer.time(partial(act, rehearsal, row["acting_s"])).seconds)
     if world.rank == 0:
         print(json.dumps({"rows": rows, "profile": top(profiler)}))
 

@@ -45,8 +45,8 @@ def test_small_gradients_are_not_lost_in_bf16(comm, scheme):
 @pytest.mark.mpi(2)
 def test_messages_travel_in_bf16(comm):
     pipeline = Case(comm, build("1f1b", 2, 1), dtype=torch.bfloat16).pipeline
-    activation = pipeline.worker.mailbox.spec(pipeline.schedule.orders[0][0])
-    assert [spec.dtype for spec in activation] == [torch.bfloat16]
+    activation = pipeline.worker.mailbox._routes[pipeline.schedule.orders[0][0]]
+    assert [spec.dtype for spec in activation.specs] == [torch.bfloat16]
 
 
 @pytest.mark.mpi(2)

@@ -11,6 +11,7 @@ predicts.
 
   python scripts/bench/paper_tables.py                 the machine that comes with the package against the paper
   python scripts/bench/paper_tables.py --fit --write chimera_mpi/machines/piz-daint.toml
+  python scripts/bench/paper_tables.py --hold-out 2048 what a fit to the other points says of those on 2048 nodes
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ OTHER_SHAPES = [  # of Chimera
     Run("GPT-2", "chimera", 512, 512, 8, 1, 142.5, recompute=True, model_per_s=141.6),
 ]
 RUNS = [*BEST, *OTHER_SHAPES]
+LARGEST = 2048  # nodes, of the headline speed-ups
 SPEED_UPS = {"pipedream_2bw": 1.16, "dapple": 1.38, "gpipe": 1.42, "pipedream": 2.01, "gems": 2.34}
 EAGER_GAINS = {16: 1.01, 32: 1.09, 64: 1.11}  # of eager_opt over eager, Bert-48, D = 4, B = 8, by nodes
 
@@ -235,12 +237,12 @@ def predicted_per_s(machine: Machine, run: Run) -> float:
 def errors(machine: Machine) -> np.ndarray:
     """Logarithms of predicted over published: throughputs, then Chimera's speed-ups, then what eager_opt gains."""
     per_s = {run: predicted_per_s(machine, run) for run in RUNS}
-    largest = {run.scheme: per_s[run] for run in BEST if run.nodes == 2048}
+    ups = speed_ups(per_s)
     gains = (gain(machine, nodes) / published for nodes, published in EAGER_GAINS.items())
     return np.log(
         [
             *(per_s[run] / run.published_per_s for run in RUNS),
-            *(largest["chimera"] / largest[scheme] / published for scheme, published in SPEED_UPS.items()),
+            *(ups[scheme] / published for scheme, published in SPEED_UPS.items()),
             *gains,
         ]
     )
@@ -255,30 +257,36 @@ SMALL, LARGE = 0.03, 0.1  # errors below the one hardly count, those above the o
 WEIGHTS = np.array([1.0] * len(RUNS) + [8.0] * len(SPEED_UPS) + [1.0] * len(EAGER_GAINS))
 
 
-def loss(found: np.ndarray) -> float:
-    return float(np.sum(WEIGHTS * (np.sqrt(found**2 + SMALL**2) + 0.1 * (found / LARGE) ** 4)))
+def weights_without(nodes: int) -> np.ndarray:
+    """The weights where nothing counts that was measured on so many nodes."""
+    held = [of == nodes for of in (*(run.nodes for run in RUNS), *[LARGEST] * len(SPEED_UPS), *EAGER_GAINS)]
+    return np.where(held, 0.0, WEIGHTS)
 
 
-def fit(start: Fitted = Fitted(), rounds: int = 12) -> Fitted:
+def loss(found: np.ndarray, weights: np.ndarray = WEIGHTS) -> float:
+    return float(np.sum(weights * (np.sqrt(found**2 + SMALL**2) + 0.1 * (found / LARGE) ** 4)))
+
+
+def fit(start: Fitted = Fitted(), rounds: int = 12, weights: np.ndarray = WEIGHTS) -> Fitted:
     """The numbers with the least loss: Gauss and Newton's way, damped, in logarithms, errors weighed by the loss."""
     at = np.log(start)
     found = errors(piz_daint(Fitted(*np.exp(at))))
     damping = 0.1
     for _ in range(rounds):
-        weights = WEIGHTS * (1 / np.sqrt(found**2 + SMALL**2) + 0.4 * found**2 / LARGE**4)
+        counts = weights * (1 / np.sqrt(found**2 + SMALL**2) + 0.4 * found**2 / LARGE**4)
         slopes = np.stack([_slope(at, which, found) for which in range(len(at))], axis=1)
-        normal = slopes.T @ (weights[:, None] * slopes)
+        normal = slopes.T @ (counts[:, None] * slopes)
         for _ in range(4):
             damped = normal + damping * np.diag(np.diag(normal) + 1e-3)
-            moved = at + np.clip(np.linalg.solve(damped, -slopes.T @ (weights * found)), -0.5, 0.5)
+            moved = at + np.clip(np.linalg.solve(damped, -slopes.T @ (counts * found)), -0.5, 0.5)
             moved[-1] = min(moved[-1], 0)  # a share
             after = errors(piz_daint(Fitted(*np.exp(moved))))
-            if loss(after) < loss(found):
+            if loss(after, weights) < loss(found, weights):
                 break
             damping *= 5
         else:
             break
-        done = loss(found) - loss(after) < 1e-4
+        done = loss(found, weights) - loss(after, weights) < 1e-4
         at, found, damping = moved, after, damping / 5
         if done:
             break
@@ -351,10 +359,13 @@ def configuration(run: Run) -> str:
 
 def main() -> None:
     args = arguments()
+    if args.hold_out:
+        save(args.json, hold_out(args.hold_out))
+        return
     fitted = fit() if args.fit else None
     machine = piz_daint(fitted) if fitted else read_machine(args.machine)
     if fitted:
-        show("fitted", ["what", "value"], [(name, f"{number:.4g}") for name, number in fitted._asdict().items()])
+        show_fitted(fitted)
     found = tables(machine)
     if args.write:
         write_machine(machine, args.write)
@@ -365,10 +376,42 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", default="piz-daint", help="name or file; default: piz-daint")
-    parser.add_argument("--fit", action="store_true", help="fit the machine anew")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--fit", action="store_true", help="fit the machine anew")
+    nodes = sorted({run.nodes for run in RUNS})
+    held = "fit without the points on so many nodes, and predict them"
+    what.add_argument("--hold-out", type=int, choices=nodes, metavar="NODES", help=held)
     parser.add_argument("--write", type=Path, metavar="FILE", help="the machine, as a machine file")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.hold_out and args.write:
+        parser.error("--write is for a machine fitted to all points: leave out --hold-out")
+    return args
+
+
+def show_fitted(fitted: Fitted) -> None:
+    show("fitted", ["what", "value"], [(name, f"{number:.4g}") for name, number in fitted._asdict().items()])
+
+
+def hold_out(nodes: int) -> dict[str, object]:
+    """Fit to what other numbers of nodes have done, print what that says of these; the figures, for JSON."""
+    fitted = fit(weights=weights_without(nodes))
+    show_fitted(fitted)
+    machine = piz_daint(fitted)
+    per_s = {run: predicted_per_s(machine, run) for run in RUNS}
+    held = [run for run in RUNS if run.nodes == nodes]
+    show(
+        f"Throughput on {nodes} nodes, which the fit has not seen, samples per second",
+        ["", "configuration", "published", "predicted", "error %"],
+        [(f"{run.model} {run.scheme}", configuration(run), *beside(run, per_s[run])) for run in held],
+    )
+    print_errors(f"{len(held)} throughputs that the fit has not seen", held, per_s)
+    if nodes == LARGEST:
+        show_speed_ups(speed_ups(per_s))
+    for group in groups():
+        if group[1] == nodes:
+            print_order(group, per_s)
+    return {"fitted": fitted._asdict(), "runs": [{**run._asdict(), "predicted_per_s": per_s[run]} for run in held]}
 
 
 def tables(machine: Machine, configurations: bool = True) -> dict[str, object]:
@@ -393,13 +436,8 @@ def tables(machine: Machine, configurations: bool = True) -> dict[str, object]:
             for run in models
         ],
     )
-    largest = {run.scheme: per_s[run] for run in BEST if run.nodes == 2048}
-    ups = {scheme: largest["chimera"] / largest[scheme] for scheme in SPEED_UPS}
-    show(
-        "Speed-up of Chimera, GPT-2 on 2048 nodes",
-        ["over", "published", "predicted", "error %"],
-        [(scheme, SPEED_UPS[scheme], up, percent(up / SPEED_UPS[scheme])) for scheme, up in ups.items()],
-    )
+    ups = speed_ups(per_s)
+    show_speed_ups(ups)
     weak = {nodes: next(per_s[r] for r in BEST if (r.scheme, r.nodes) == ("chimera", nodes)) for nodes in (512, 2048)}
     print(
         f"Chimera's weak scaling, 512 to 2048 nodes: published 91.4 %, predicted {25 * weak[2048] / weak[512]:.1f} %\n"
@@ -411,19 +449,43 @@ def tables(machine: Machine, configurations: bool = True) -> dict[str, object]:
     )
     if configurations:
         print_best(machine)
-    off = [abs(per_s[run] / run.published_per_s - 1) for run in RUNS]
-    typical, largest = 100 * np.median(off), 100 * max(off)
-    print(f"{len(off)} throughputs, those of the fit: median error {typical:.1f} %, largest {largest:.1f} %")
-    orders = [(group, order_of(group, per_s)) for group in groups()]
-    for (model, nodes), (published, predicted) in orders:
-        same = "the same" if published == predicted else f"predicted {' > '.join(predicted)}"
-        print(f"order of schemes, {model} on {nodes} nodes: {' > '.join(published)}; {same}")
+    off = print_errors(f"{len(RUNS)} throughputs, those of the fit", RUNS, per_s)
+    for group in groups():
+        print_order(group, per_s)
     return {
         "runs": [{**run._asdict(), "predicted_per_s": per_s[run]} for run in RUNS],
         "speed_ups": ups,
         "median_error": float(np.median(off)),
         "largest_error": float(max(off)),
     }
+
+
+def speed_ups(per_s: dict[Run, float]) -> dict[str, float]:
+    """Of Chimera over the others."""
+    largest = {run.scheme: per_s[run] for run in BEST if run.nodes == LARGEST}
+    return {scheme: largest["chimera"] / largest[scheme] for scheme in SPEED_UPS}
+
+
+def show_speed_ups(ups: dict[str, float]) -> None:
+    show(
+        f"Speed-up of Chimera, GPT-2 on {LARGEST} nodes",
+        ["over", "published", "predicted", "error %"],
+        [(scheme, SPEED_UPS[scheme], up, percent(up / SPEED_UPS[scheme])) for scheme, up in ups.items()],
+    )
+
+
+def print_errors(what: str, runs: Sequence[Run], per_s: dict[Run, float]) -> list[float]:
+    """Their errors, as shares."""
+    off = [abs(per_s[run] / run.published_per_s - 1) for run in runs]
+    print(f"{what}: median error {100 * np.median(off):.1f} %, largest {100 * max(off):.1f} %")
+    return off
+
+
+def print_order(group: tuple[str, int], per_s: dict[Run, float]) -> None:
+    model, nodes = group
+    published, predicted = order_of(group, per_s)
+    same = "the same" if published == predicted else f"predicted {' > '.join(predicted)}"
+    print(f"order of schemes, {model} on {nodes} nodes: {' > '.join(published)}; {same}")
 
 
 def print_best(machine: Machine) -> None:

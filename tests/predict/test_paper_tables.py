@@ -82,6 +82,16 @@ def test_a_round_of_the_fit_finds_little_to_improve(tables, fitted, found):
     assert tables.loss(better) <= tables.loss(found[0]) < 1.02 * tables.loss(better)
 
 
+def test_what_is_held_out_does_not_sway_the_fit(tables, found):
+    """On 2048 nodes: a throughput of each scheme, and Chimera's speed-ups over the others."""
+    errors, *_ = found
+    weights = tables.weights_without(2048)
+    held = weights == 0
+    assert [run.nodes == 2048 for run in tables.RUNS] == list(held[: len(tables.RUNS)])
+    assert sum(held) == 6 + len(tables.SPEED_UPS)
+    assert tables.loss(errors + held, weights) == tables.loss(errors, weights) < tables.loss(errors)
+
+
 def test_the_papers_configurations_fit_where_they_do_not_recompute(tables):
     machine = read_machine("piz-daint")
     for run in tables.BEST:

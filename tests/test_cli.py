@@ -281,6 +281,23 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert err.startswith("chimera-mpi: ") and err.count("\n") == 1 and not out
 
 
+@pytest.mark.parametrize("stdout", ["/dev/full", None])
+@pytest.mark.parametrize(
+    "words",
+    [["--version"], ["--help"], ["plan", "--help"], SHOW, [*SHOW, "--json"], COMPARE, [*COMPARE, "--csv"],
+     ["completion", "bash"], ["doctor"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_cannot_be_printed_is_one_line_and_exit_code_1(words, stdout, monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdout", stdout and open(stdout, "w"))  # noqa: SIM115
+    assert main(words) == 1
+    wrong = capsys.readouterr().err
+    assert wrong.startswith("chimera-mpi: stdout cannot be written (") and wrong.count("\n") == 1
+    assert "No space left" in wrong if stdout else "Bad file descriptor" in wrong
+    sys.stdout.close()
+
+
 LONG = "x" * 300  # no file has such a name
 
 

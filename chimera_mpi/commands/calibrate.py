@@ -35,6 +35,7 @@ from ._calibrated import charts, doubts, summary, tables
 from ._devices import find_staging
 from ._plan import write
 from ._ranks import ending_together, laid_out, library_name, refuse_singletons, set_threads
+from ._terminal import complain
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -268,7 +269,7 @@ class _Teller:
 
     def __call__(self, words: str) -> None:
         if sys.stderr.isatty():
-            print(f"\r\x1b[K{words} ...", end="", file=sys.stderr, flush=True)
+            complain(f"\r\x1b[K{words} ...", end="")
 
 
 def _tell_nobody(words: str) -> None:

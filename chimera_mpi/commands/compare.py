@@ -24,6 +24,7 @@ from ..errors import InputError
 from ..schedule import SCHEMES, paused_collector
 from ..timeline import Timeline
 from ._plan import Plan, add_costs, add_order, costs_of, count, parse_scheme, plan
+from ._terminal import complain
 from .show import add_files, write_files
 
 EXAMPLE = """\
@@ -125,7 +126,7 @@ def _csv(rows: list[Row], refused: list[Refusal]) -> None:
     writer.writerow(Row._fields)
     writer.writerows(rows)
     for refusal in refused:
-        print(f"chimera-mpi: left out: {refusal.reason}", file=sys.stderr)
+        complain(f"chimera-mpi: left out: {refusal.reason}")
 
 
 def _table(rows: list[Row], refused: list[Refusal]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,8 +22,10 @@ from .schedule import (
     accumulated,
     build,
     check,
+    fit_depth,
     nearest,
     ordered_for,
+    width_of,
     without_updates,
 )
 
@@ -31,6 +33,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+T = TypeVar("T")
 
 DEFAULT_DATA = Path("data/corpus.h5")
 
@@ -250,6 +254,22 @@ def _check_survival(config: Config) -> None:
             "optimizer_sharding=replicas keeps each share of the optimizer's state on one rank, with which it would "
             "die: set optimizer_sharding=none, or survive=none"
         )
+
+
+def fitted(config: Config, ranks: int, make: Callable[[Config, int], T]) -> T:
+    """What `make` makes of `config` on those of `ranks` ranks that are not spare. Raises InputError, which says of a
+    depth that does not fit which would."""
+
+    def with_depth(depth: int, workers: int) -> T:
+        return make(config.model_copy(update={"depth": depth}), workers)
+
+    return fit_depth(config.depth, ranks, config.spares, with_depth)
+
+
+def schedule_on(config: Config, workers: int) -> Steps:
+    """The schedule that `config` asks for, if it can be had on so many ranks. Raises InputError."""
+    width_of(workers, config.depth)
+    return schedule_of(config)
 
 
 def schedule_of(config: Config, costs: OpCosts | None = None, done: int = 0) -> Steps:

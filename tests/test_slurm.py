@@ -71,7 +71,7 @@ def test_the_command_prints_the_job(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["gpt-tiny", "--nodes", "3", "scheme=chimera", "depth=4"], "depth 4 does not divide the 3 MPI ranks"),
+        (["gpt-tiny", "--nodes", "3", "scheme=chimera", "depth=4"], "start 4 ranks"),
         (["gpt-tiny", "--nodes", "5", "scheme=chimera", "depth=5"], "chimera needs an even depth, not 5"),
         (["no.toml"], "neither a preset nor a file"),
         (["gpt-tiny", "dept=4"], "unknown key 'dept'"),

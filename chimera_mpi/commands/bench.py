@@ -24,7 +24,7 @@ from ..draw.look import duration
 from ..errors import InputError
 from ..host import keep_freed_memory, peak_resident_bytes
 from ..predict import Costs
-from ..schedule import SCHEMES, width_of
+from ..schedule import SCHEMES, fit_depth, width_of
 from ._plan import Plan, add_order, count, parse_scheme, plan, seconds, write
 from ._ranks import ending_together, library_name, refuse_singletons, set_threads
 
@@ -106,9 +106,10 @@ def _emulate(world: Any, args: argparse.Namespace) -> int:
     from ..runtime.agreement import agree
 
     depth = args.depth or world.size
-    agree(world, lambda: width_of(world.size, depth))
     emulations = agree(world, lambda: _emulations(args))
-    cases, refused = agree(world, lambda: _cases(args, depth, emulations))
+    cases, refused = agree(
+        world, lambda: fit_depth(depth, world.size, 0, lambda depth, ranks: _cases(args, depth, ranks, emulations))
+    )
     agree(world, lambda: _check_writable(args.json) if world.rank == 0 else None)
     turns, links = _measure(world, depth, args, cases, emulations)
     facts = _facts(world)
@@ -172,10 +173,13 @@ def _emulations(args: argparse.Namespace) -> dict[int, Emulation]:
     }
 
 
-def _cases(args: argparse.Namespace, depth: int, emulations: Mapping[int, Emulation]) -> tuple[list[Case], list[str]]:
+def _cases(
+    args: argparse.Namespace, depth: int, ranks: int, emulations: Mapping[int, Emulation]
+) -> tuple[list[Case], list[str]]:
     """Those that can be had, and why others cannot. Raises InputError if none can."""
+    width_of(ranks, depth)
     cases: list[Case] = []
-    refused: list[str] = []
+    refused: list[InputError] = []
     specs = {spec: parse_scheme(spec) for spec in args.schemes or SCHEMES}
     costs = _costs(next(iter(emulations.values())))
     for micro_batches in dict.fromkeys(args.micro_batches or (depth, 2 * depth)):
@@ -183,14 +187,14 @@ def _cases(args: argparse.Namespace, depth: int, emulations: Mapping[int, Emulat
             try:
                 made = plan(scheme, depth, micro_batches, costs, options, same_model=True)
             except InputError as error:
-                refused.append(str(error))
+                refused.append(error)
                 continue
             if args.order == "costs":
                 made = made.reordered(str(options.get("sync", "eager_opt")))
             cases += [Case(spec, size, made) for size in emulations]
     if not cases:
-        raise InputError(refused[0])
-    return cases, refused
+        raise refused[0]
+    return cases, list(map(str, refused))
 
 
 def _costs(emulation: Emulation) -> Costs:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ..errors import InputError
-from ..schedule import width_of
 from ._plan import count
 
 EXAMPLE = """\
@@ -278,9 +277,8 @@ def _refuse_what_would_fail(settings: Settings) -> None:
     """Raises InputError now for what the job would find only after it has waited in the queue."""
     if not os.path.isfile(settings.env):
         raise InputError(f"there is no {settings.env}: name your cluster's by --env, or run this where it lies")
-    from ..config import load, schedule_of
+    from ..config import fitted, load, schedule_on
 
     config = load(settings.config, settings.keys)
     if settings.what == "train":  # a plan has a depth and a scheme of its own
-        width_of(settings.ranks, config.depth)
-        schedule_of(config)
+        fitted(config, settings.ranks, schedule_on)

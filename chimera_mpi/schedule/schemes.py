@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 
 from .collector import paused_collector
+from .depths import UnfitDepth
 from .list_scheduler import ordered_for
 from .ops import Kind, Op, Place, Schedule, ScheduleError
 from .sync import with_stream_updates, with_updates
@@ -448,4 +449,4 @@ def nearest(word: str, words: Iterable[str]) -> str:
 def _need_even(depth: int, scheme: str) -> None:
     if depth % 2:
         fitting = f"depth={depth + 1}" if depth < 2 else f"depth={depth - 1} or depth={depth + 1}"
-        raise ScheduleError(f"{scheme} needs an even depth, not {depth}: try {fitting}")
+        raise UnfitDepth(f"{scheme} needs an even depth, not {depth}", f"try {fitting}")

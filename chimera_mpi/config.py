@@ -24,6 +24,7 @@ from .schedule import (
     check,
     fit_depth,
     nearest,
+    options_of,
     ordered_for,
     width_of,
     without_updates,
@@ -324,7 +325,21 @@ def load(source: str, overrides: Iterable[str] = ()) -> Config:
     values = _read(source)
     if "mini_batch_size" in asked:  # one size follows from the other
         values.pop("micro_batch_size", None)
-    return checked({**values, **asked})
+    config = checked({**values, **asked})
+    _check_options(config, source, asked)
+    return config
+
+
+def _check_options(config: Config, source: str, asked: Mapping[str, Any]) -> None:
+    """Raises InputError if an option is not of the scheme, as where that is another than the file's."""
+    if (scheme := ALIASES.get(config.scheme, config.scheme)) not in SCHEMES:
+        return
+    for key, value in config.scheme_options.items():
+        if key not in options_of(scheme):
+            what = f"{key}={value} is no option of scheme={config.scheme}"
+            raise InputError(
+                f"{what}: leave it out" if key in asked else f"{what}, but stands in {source}: give {key}=none as well"
+            )
 
 
 def checked(values: Mapping[str, Any]) -> Config:

@@ -73,6 +73,8 @@ def test_the_command_prints_the_job(capsys, monkeypatch):
     [
         (["gpt-tiny", "--nodes", "3", "scheme=chimera", "depth=4"], "start 4 ranks"),
         (["gpt-tiny", "--nodes", "5", "scheme=chimera", "depth=5"], "chimera needs an even depth, not 5"),
+        (["PLAN", "--nodes", "2", "scheme=chimera"], "plan.toml: give chunks=none as well\n"),
+        (["gpt-tiny", "scheme=1f1b", "chunks=2"], "chunks=2 is no option of scheme=1f1b: leave it out\n"),
         (["no.toml"], "neither a preset nor a file"),
         (["gpt-tiny", "dept=4"], "unknown key 'dept'"),
         (["gpt-tiny", "--env", "no.sh"], "there is no no.sh"),
@@ -82,9 +84,11 @@ def test_the_command_prints_the_job(capsys, monkeypatch):
         (["gpt-tiny", "--nodes", "2", "-x"], "unrecognized arguments: -x"),
     ],
 )
-def test_what_would_fail_in_the_job_is_refused_before(capsys, monkeypatch, words, message):
+def test_what_would_fail_in_the_job_is_refused_before(capsys, monkeypatch, tmp_path, words, message):
     monkeypatch.chdir(ROOT)
-    assert main(["slurm", *words]) == 2
+    plan = tmp_path / "plan.toml"
+    plan.write_text('scheme = "interleaved"\ndepth = 2\nchunks = 2\n')
+    assert main(["slurm", *(str(plan) if word == "PLAN" else word for word in words)]) == 2
     out, err = capsys.readouterr()
     assert message in err and err.count("\n") == 1 and not out
 

@@ -45,7 +45,7 @@ def cut_at(points: Sequence[int], layers: int, stages: int) -> Cuts:
     if len(points) != stages - 1 or not all(a < b for a, b in pairwise([0, *points, layers])):
         raise InputError(
             f"partition={list(points)} does not cut {layers} layers into {stages} stages: "
-            f"give {stages - 1} rising numbers from 1 to {layers - 1}"
+            f"give {stages - 1} rising numbers from 1 to {layers - 1}, or partition=flops"
         )
     return _ranges(points, layers)
 

@@ -427,9 +427,7 @@ def build(
     known = options_of(name)
     for option in options:
         if option not in known:
-            raise ScheduleError(
-                f"{name} has no option '{option}': its options are {', '.join(['sync', 'costs', *known])}"
-            )
+            raise ScheduleError(f"{name} has no option '{option}': its options are {', '.join(['sync', *known])}")
     schedule = SCHEMES[name](depth, micro_batches, **options)
     return with_updates(schedule, sync) if costs is None else ordered_for(costs, schedule, sync)
 

@@ -628,9 +628,8 @@ def check_same(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> 
     """Raises InputError if `name` is not of a run such as this one."""
     for key, value in here.items():
         if there.get(key) != value:
-            raise InputError(
-                f"{name} is of a run with {key}={there.get(key)}, not {value}: ask for the same, or begin another run"
-            )
+            remedy = "ask for what that run had, or begin a new one in other files"
+            raise InputError(f"{name} is of a run with {key}={there.get(key)}, not {value}: {remedy}")
 
 
 def steps_done(checkpoint: Checkpoint | None, config: Config) -> int:

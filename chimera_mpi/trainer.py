@@ -192,7 +192,7 @@ class Trainer:
         self._meet(lambda: (f"load {path}", None))
         world = self.grid.world
         last = find_last(world, Path(path))
-        checkpoint = last.checkpoint or find_named(world, Path(path)).checkpoint
+        checkpoint = last.checkpoint or find_named(world, Path(path), "load('{}')".format).checkpoint
         assert checkpoint is not None
         agree(world, lambda: self._check(checkpoint))
         if self._part:

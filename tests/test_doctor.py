@@ -139,7 +139,7 @@ def test_a_file_system_that_takes_no_files_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("os.unlink", refused)
     found = checks.file_locks(host)
     assert found.state == "error" and "(Read-only file system)" in found.what
-    assert "take another log=" in found.remedy
+    assert "give another log=FILE" in found.remedy
 
 
 def test_a_name_that_is_too_long_is_looked_for_above(tmp_path):

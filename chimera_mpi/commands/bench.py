@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..host import keep_freed_memory, peak_resident_bytes
 from ..predict import Costs
 from ..schedule import SCHEMES, fit_depth, width_of
-from ._plan import Plan, add_order, count, parse_scheme, plan, seconds, write
+from ._plan import Plan, add_order, check_writable, count, parse_scheme, plan, seconds, write
 from ._ranks import ending_together, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
@@ -110,12 +110,11 @@ def _emulate(world: Any, args: argparse.Namespace) -> int:
     cases, refused = agree(
         world, lambda: fit_depth(depth, world.size, 0, lambda depth, ranks: _cases(args, depth, ranks, emulations))
     )
-    agree(world, lambda: _check_writable(args.json) if world.rank == 0 else None)
+    agree(world, lambda: check_writable(args.json) if world.rank == 0 else None)
     turns, links = _measure(world, depth, args, cases, emulations)
     facts = _facts(world)
     if world.rank == 0:
         rows = [_row(case, steps, links) for case, steps in zip(cases, turns, strict=True)]
-        _print(rows, refused, links)
         found = {
             "ranks": world.size,
             "depth": depth,
@@ -127,6 +126,7 @@ def _emulate(world: Any, args: argparse.Namespace) -> int:
         }
         if args.json:
             write(args.json, json.dumps(found, indent=1))
+        _print(rows, refused, links)
     return 0
 
 
@@ -287,12 +287,3 @@ def _print(rows: Sequence[Row], refused: Sequence[str], links: Mapping[int, Sequ
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
-
-
-def _check_writable(path: Path | None) -> None:
-    """Raise InputError now, not after all has been measured; what is in the file stays until then."""
-    try:
-        if path is not None:
-            path.open("a").close()
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None

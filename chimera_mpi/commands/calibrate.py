@@ -33,7 +33,7 @@ from ..predict.calibrated import (
 )
 from ._calibrated import charts, doubts, summary, tables
 from ._devices import find_staging
-from ._plan import write
+from ._plan import check_writable, write
 from ._ranks import ending_together, laid_out, library_name, refuse_singletons, set_threads
 from ._terminal import complain
 
@@ -86,7 +86,7 @@ def _calibrate(world: Any, args: argparse.Namespace) -> int:
     source, overrides = (DEFAULT, [args.source, *args.overrides]) if is_override else (args.source, args.overrides)
     config = agree(world, lambda: load(source, overrides))
     work = agree(world, lambda: work_of(config))
-    agree(world, lambda: _check_targets(args.output, args.svg) if world.rank == 0 else None)
+    agree(world, lambda: check_writable(args.output, args.svg) if world.rank == 0 else None)
     tell = _Teller() if world.rank == 0 else _tell_nobody
     found = measure(world, config, [layer.kind for layer in work.layers], args.quick, args.name, tell)
     if world.rank == 0:
@@ -249,19 +249,6 @@ def _source(config: Config, hosts: Sequence[str], threads: int, devices: str, pr
         f"{shape}, sequences of {config.sequence_length}, {config.precision}, {config.optimizer}; "
         f"torch {version('torch')}, {library}; {devices}"
     )
-
-
-def _check_targets(*paths: Path | None) -> None:
-    """Raise InputError now, not after all has been measured."""
-    for path in filter(None, paths):
-        is_new = not os.path.lexists(path)
-        try:
-            path.open("a").close()
-        except OSError as error:
-            remedy = "give a file in a folder that is there and may be written to"
-            raise InputError(f"cannot write {path} ({error.strerror}): {remedy}") from None
-        if is_new:
-            path.unlink()
 
 
 class _Teller:

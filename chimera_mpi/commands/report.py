@@ -63,10 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _check_outputs(args)
     told = _one(args) if len(_paths(args)) == 1 else _several(args)
-    try:
-        print(json.dumps(_plain(told.figures), indent=1) if args.json else _text(told, args), flush=True)
-    finally:  # also where the reader (`| head`) has had enough
-        _write_files(told, args)
+    _write_files(told, args)
+    print(json.dumps(_plain(told.figures), indent=1) if args.json else _text(told, args))
     return 0
 
 

@@ -43,6 +43,12 @@ class Start:
         """What the session was given; what an older log did not write down of it, the run as a whole was."""
         return {**self.run.attributes, **self.session.attributes}
 
+    def check_has(self, *names: str) -> None:
+        """Raises InputError if it lacks an attribute that every training has."""
+        for name in names:
+            if name not in self.attributes:
+                raise InputError(f"{self.run.path} has no {name!r}: is it the log of chimera-mpi train?")
+
     @cached_property
     def keys(self) -> dict[str, Any]:
         """The configuration as it was written down."""
@@ -52,8 +58,7 @@ class Start:
     @cached_property
     def config(self) -> Config:
         """Keys that this version does not know are passed over. Raises InputError."""
-        if "config" not in self.attributes:
-            raise InputError(f"{self.run.path} says nothing of what was trained: is it the log of chimera-mpi train?")
+        self.check_has("config")
         with self._reading():
             return _asked(self.attributes["config"])
 

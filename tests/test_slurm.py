@@ -162,6 +162,7 @@ echo "${STATE:-RUNNING None}" """,
     "scontrol": """\
 echo "$*" >>run/controlled
 [ "$(wc -l <run/controlled)" -gt "${REFUSED:-0}" ]""",
+    "chimera-mpi": 'exit "${PLAN:-0}"',
     "sleep": 'echo "$1" >>run/slept; [ "$1" = 5 ] || SLEEP 0.3',
 }
 
@@ -180,9 +181,9 @@ def alone(tmp_path):
         "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n1", "ACT": ":", "EARLY": "",
     }  # fmt: skip
 
-    def start(**more):
+    def start(script="train.sbatch", **more):
         return subprocess.Popen(
-            ["bash", SCRIPTS / "train.sbatch", "depth=2"], cwd=tmp_path, env={**environment, **more},
+            ["bash", SCRIPTS / script, "depth=2"], cwd=tmp_path, env={**environment, **more},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -218,6 +219,14 @@ def test_a_job_queues_itself_again_after_75_unless_it_is_cancelled(alone, tmp_pa
     assert written(tmp_path, "controlled") == ["requeue 7"] * controlled
     assert written(tmp_path, "slept") == ["1", *["5"] * slept]
     assert written(tmp_path, "status") == [str(code)]
+
+
+@pytest.mark.parametrize(("given", "code"), [({"ACT": "exit 3"}, 3), ({"ACT": "exit 0", "PLAN": "2"}, 2)])
+def test_a_calibration_or_a_plan_that_fails_is_the_jobs_status(alone, tmp_path, given, code):
+    job = alone("plan_and_train.sbatch", **given)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == code and written(tmp_path, "status") == [str(code)], said
+    assert len(written(tmp_path, "called")) == 1  # calibrate, and no train
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

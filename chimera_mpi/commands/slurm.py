@@ -164,11 +164,16 @@ mkdir -p "$RUN" || exit
 
 _PLAN = """\
 if [ ! -e "$RUN/plan.toml" ]; then  # a run that goes on keeps its plan
+    status=0
     if [ ! -e "$MACHINE" ]; then
-        "${launcher[@]}" chimera-mpi calibrate "$CONFIG" "${keys[@]}" "$@" -o "$MACHINE" || exit
+        "${launcher[@]}" chimera-mpi calibrate "$CONFIG" "${keys[@]}" "$@" -o "$MACHINE" || status=$?
     fi
-    chimera-mpi plan "$CONFIG" "${keys[@]}" "$@" --machine "$MACHINE" --workers "$SLURM_NTASKS" \\
-        -o "$RUN/plan.toml" || exit
+    [ "$status" -ne 0 ] || chimera-mpi plan "$CONFIG" "${keys[@]}" "$@" --machine "$MACHINE" \\
+        --workers "$SLURM_NTASKS" -o "$RUN/plan.toml" || status=$?
+    if [ "$status" -ne 0 ]; then
+        echo "$status" >"$RUN/status"
+        exit "$status"
+    fi
 fi
 CONFIG=$RUN/plan.toml
 """

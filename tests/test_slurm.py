@@ -135,11 +135,11 @@ def test_times_are_read_as_slurm_reads_them(time, seconds):
 
 
 def test_a_warning_at_the_start_is_refused_where_there_is_one():
-    for limit in ("5", "0:04:30", "0-0:05"):
-        with pytest.raises(InputError, match=f"300 s before the end of --time {limit} comes at the start.*--warning-s"):
+    for limit in ("6", "0:05:30", "0-0:05"):
+        with pytest.raises(InputError, match=f"300 s before the end of --time {limit}, up to 60 s early.*--warning-s"):
             Settings(time=limit)
         assert Settings(time=limit, what="calibrate") and Settings(time=limit, warning_s=60)
-    assert Settings(time="0") and Settings(time="6")  # no limit, and one that leaves a minute
+    assert Settings(time="0") and Settings(time="7")  # no limit, and one that leaves a minute
     with pytest.raises(InputError, match="Slurm warns 65535 s before the end at most, not 65536"):
         Settings(time="2-0", warning_s=65_536)
 

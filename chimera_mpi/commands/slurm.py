@@ -20,6 +20,7 @@ EXAMPLE = """\
   sbatch job.sbatch"""
 
 LONGEST_WARNING_S = 65_535  # that sbatch takes
+EARLY_S = 60  # by which Slurm's warning may come before its time
 
 What = Literal["train", "plan_and_train", "calibrate"]
 
@@ -54,10 +55,10 @@ class Settings:
             raise InputError(
                 f"Slurm warns {LONGEST_WARNING_S} s before the end at most, not {self.warning_s}: try --warning-s 300"
             )
-        if self.what != "calibrate" and 0 < _seconds(self.time) <= self.warning_s:
+        if self.what != "calibrate" and 0 < _seconds(self.time) <= self.warning_s + EARLY_S:
             raise InputError(
-                f"a warning {self.warning_s} s before the end of --time {self.time} comes at the start, and the job "
-                "would queue itself again for ever: give a longer --time, or a shorter --warning-s"
+                f"a warning {self.warning_s} s before the end of --time {self.time}, up to {EARLY_S} s early, may come "
+                "at the start, and the job queue itself again for ever: give a longer --time, or a shorter --warning-s"
             )
 
     @property

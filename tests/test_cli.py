@@ -139,6 +139,12 @@ def test_a_schedule_is_held_to_what_a_scheme_promises(tmp_path: Path, capsys: py
     capsys.readouterr()
     assert main(["check", path, "--as", "1f1b"]) == 2
     assert "it is the 3. activation held at once, the scheme allows 2" in capsys.readouterr().err
+    assert main(["check", path, "--as", "chimera"]) == 2
+    assert "1 x 2 pipelines x stages on 2 workers, where chimera has 2 x 2: is it" in capsys.readouterr().err
+    Path(path).write_text("".join(reversed(Path(path).read_text().splitlines(keepends=True))))
+    assert main(["check", path]) == 0
+    assert main(["check", path, "--as", "gpipe"]) == 2
+    assert "worker 1 holds stage 0 of pipeline 0, in gpipe worker 0: is it" in capsys.readouterr().err
 
 
 # ---- costs, orders, steps

@@ -366,6 +366,21 @@ def test_compare_marks_the_best(capsys: pytest.CaptureFixture[str]) -> None:
     assert "21 s " in next(line for line in block.splitlines() if line.startswith("gpipe"))
 
 
+def test_compare_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "chimera:pairs=2,concat=doubling,sync=eager_opt"
+    assert main(["compare", *SCHEMES, long, "--depth", "8", "--micro-batches", "1024,7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    at = next(at for at, line in enumerate(lines) if line.startswith("chimera:pairs=2,"))
+    assert [line.split()[0] for line in lines[at : at + 3]] == [
+        "chimera:pairs=2,",
+        "concat=doubling,",
+        "sync=eager_opt",
+    ]
+    assert lines[1].split() == ["bubble", "live", "exposed"] and lines[2].split()[-1] == "all-reduce"
+
+
 def test_compare_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--depth", "5", "--micro-batches", "5"]) == 0
     assert "left out: chimera needs an even depth, not 5" in capsys.readouterr().out

@@ -23,6 +23,7 @@ from .schedule import STREAMS
 from .timeline import Timeline
 
 MOST_SPANS = 250_000  # of a trace: about 70 MB
+KEPT = 1000  # configurations: those of all logs of a large study, whose spans take more memory than their plans
 WHAT = ["replica", "worker", "kind", "pipe", "stage", "index"]
 FIGURES = ("loss", "grad_norm", "learning_rate", "samples_per_s", "bubble_ratio")
 
@@ -121,19 +122,19 @@ def start_of_step(run: Run, step: int) -> Start:
     return _start_at(run, _row(run, step))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=KEPT)
 def _asked(config: str) -> Config:
     return checked({key: value for key, value in json.loads(config).items() if key in Config.model_fields})
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=KEPT)
 def _plan(config: str, costs: str, done: int) -> Steps:
     asked = _asked(config)
     ordered_by = None if asked.order == "drawn" else by_thirds(json.loads(costs), asked.recompute != "none")
     return schedule_of(asked, ordered_by, done)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=KEPT)
 def _wanted(width: int, config: str, costs: str, done: int) -> frozenset[tuple[Any, ...]]:
     return frozenset(
         (replica, worker, op.kind.value.encode(), op.pipe, op.stage, op.index)

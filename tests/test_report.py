@@ -19,6 +19,7 @@ from logs import KEYS, Made, write_log
 from chimera_mpi import report
 from chimera_mpi.cli import main
 from chimera_mpi.commands.report import _named
+from chimera_mpi.config import schedule_of
 from chimera_mpi.draw import plot
 from chimera_mpi.draw.axes import between
 from chimera_mpi.draw.chart import Bar, Bars, Chart, Series, thinned
@@ -462,6 +463,15 @@ def test_steps_without_numbers_are_reported_all_the_same(told, tmp_path, monkeyp
     assert json.loads(told(*paths, "--json")[1])
     chimera = write_log(tmp_path / "other.h5")
     assert told(*paths, chimera, "--plot", tmp_path / "several.svg")[0] == 0
+
+
+def test_each_of_many_runs_is_planned_once(told, tmp_path, monkeypatch):
+    planned = []
+    paths = [write_log(tmp_path / f"{n}.h5", Made(steps=2, ranks=1), depth=1, scheme="1f1b", micro_batches=n)
+             for n in range(31, 49)]  # fmt: skip
+    monkeypatch.setattr("chimera_mpi.sampled.schedule_of", lambda *of: planned.append(of[0]) or schedule_of(*of))
+    assert told(*paths)[0] == 0
+    assert len(planned) == len(paths)
 
 
 def test_a_loss_that_diverged_is_no_row_of_digits(told, tmp_path, monkeypatch):

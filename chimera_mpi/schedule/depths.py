@@ -44,7 +44,8 @@ def fit_depth(depth: int, ranks: int, spares: int, make: Callable[[int, int], T]
 def _remedy(depth: int, ranks: int, spares: int, make: Callable[[int, int], object]) -> str:
     if fitting := [str(other) for other in _divisors(ranks) if _makes(make, other, ranks)]:
         return f"try depth = {', '.join(fitting)}"
-    no_depth = f"no depth fits {ranks} rank{'s' * (ranks > 1)}{f' beside the spares={spares}' if spares else ''}"
+    beside = f" beside spares={spares}" if spares else ""
+    no_depth = f"with all else as asked no depth fits {ranks} rank{'s' * (ranks > 1)}{beside}"
     for other in (depth, depth - 1, depth + 1, 2):  # of two neighbours one is even; few layers can have two stages
         if enough := [str(number + spares) for number in _multiples(other, ranks) if _makes(make, other, number)]:
             with_it = "" if other == depth else f" with depth={other}"

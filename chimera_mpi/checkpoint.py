@@ -178,8 +178,11 @@ def choose_newest(paths: Sequence[Path], whole: Callable[[Path], Checkpoint]) ->
     return Choice(None)
 
 
-def choose_named(path: Path, paths: Sequence[Path], whole: Callable[[Path], Checkpoint]) -> Choice:
-    """The one at `path`. Raises InputError if it is not whole, which offers the last of `paths` that is."""
+def choose_named(
+    path: Path, paths: Sequence[Path], whole: Callable[[Path], Checkpoint], taking: Callable[[Path], str]
+) -> Choice:
+    """The one at `path`. Raises InputError if it is not whole, which offers the last of `paths` that is, by the words
+    of `taking` for how one takes it."""
     try:
         return Choice(whole(path))
     except InputError as error:
@@ -188,7 +191,8 @@ def choose_named(path: Path, paths: Sequence[Path], whole: Callable[[Path], Chec
         other = choose_newest([other for other in paths if other != path], whole).checkpoint
     except InputError:
         other = None
-    remedy = f"the last whole one is {other.path}: try resume={other.path}" if other else "no other one is whole"
+    none = f"{path.absolute().parent} has no whole one beside it: name one of another folder"
+    remedy = f"the last whole one is {other.path}: try {taking(other.path)}" if other else none
     raise InputError(f"{refused}; {remedy}") from refused
 
 
@@ -204,7 +208,9 @@ def taken(folder: Path, locking: bool = True) -> Iterator[None]:
         lock = Lock(folder / "lock", locking)
     except BlockingIOError as error:
         holder = owner(folder / "lock")
-        raise InputError(f"{folder} is being written by {holder}: let it end, or take another checkpoint=") from error
+        raise InputError(
+            f"{folder} is being written by {holder}: wait for its end, or give another checkpoint=FOLDER"
+        ) from error
     except OSError as error:
         raise InputError(
             f"checkpoint={folder} cannot be written ({error.strerror}): is {folder.absolute().parent} a folder that "

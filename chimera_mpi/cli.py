@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from .commands import module_of
+from .commands._terminal import complain, printing
 from .errors import InputError, RunFailed
 from .schedule import nearest
 
@@ -43,6 +45,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `chimera-mpi` with these arguments (those of the process by default) and return its exit code."""
+    if sys.stdout is None:  # closed by who started this: it fails to print like all that cannot
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows another
     # Once a rank has left with another code than 0, srun --kill-on-bad-exit ends those that are leaving, and their code
@@ -50,19 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _run(words)
-        sys.stdout.flush()
-        return code
+        with printing():
+            return _run(words)
     except InputError as error:
-        print(f"chimera-mpi: {error}", file=sys.stderr)
+        complain(f"chimera-mpi: {error}")
         return 2
     except RunFailed as error:
-        print(f"chimera-mpi: {error}", file=sys.stderr)
+        complain(f"chimera-mpi: {error}")
         return 1
-    except BrokenPipeError:
-        from .commands._terminal import mute
-
-        mute()  # the reader (`| head`) has had enough: what is still buffered must not fail again at exit
+    except BrokenPipeError:  # the reader has had enough
         return 0
     except KeyboardInterrupt:
         return 130
@@ -125,6 +125,10 @@ class Parser(argparse.ArgumentParser):
                 command = self.prog.removeprefix("chimera-mpi ")
                 raise InputError(f"{command} has no option '{option}': {nearest(option, self._long_options())}")
         return super().parse_known_args(args, namespace)
+
+    def print_help(self, file=None):
+        """As argparse does, but that it cannot be printed is not passed over."""
+        print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}: see {self.prog} --help")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,8 +22,11 @@ from .schedule import (
     accumulated,
     build,
     check,
+    fit_depth,
     nearest,
+    options_of,
     ordered_for,
+    width_of,
     without_updates,
 )
 
@@ -31,6 +34,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+T = TypeVar("T")
 
 DEFAULT_DATA = Path("data/corpus.h5")
 
@@ -252,6 +257,22 @@ def _check_survival(config: Config) -> None:
         )
 
 
+def fitted(config: Config, ranks: int, make: Callable[[Config, int], T]) -> T:
+    """What `make` makes of `config` on those of `ranks` ranks that are not spare. Raises InputError, which says of a
+    depth that does not fit which would."""
+
+    def with_depth(depth: int, workers: int) -> T:
+        return make(config.model_copy(update={"depth": depth}), workers)
+
+    return fit_depth(config.depth, ranks, config.spares, with_depth)
+
+
+def schedule_on(config: Config, workers: int) -> Steps:
+    """The schedule that `config` asks for, if it can be had on so many ranks. Raises InputError."""
+    width_of(workers, config.depth)
+    return schedule_of(config)
+
+
 def schedule_of(config: Config, costs: OpCosts | None = None, done: int = 0) -> Steps:
     """What `config` asks for, for the steps after the first `done`. A stream flushes as often as it is evaluated, or a
     little more often.
@@ -304,7 +325,21 @@ def load(source: str, overrides: Iterable[str] = ()) -> Config:
     values = _read(source)
     if "mini_batch_size" in asked:  # one size follows from the other
         values.pop("micro_batch_size", None)
-    return checked({**values, **asked})
+    config = checked({**values, **asked})
+    _check_options(config, source, asked)
+    return config
+
+
+def _check_options(config: Config, source: str, asked: Mapping[str, Any]) -> None:
+    """Raises InputError if an option is not of the scheme, as where that is another than the file's."""
+    if (scheme := ALIASES.get(config.scheme, config.scheme)) not in SCHEMES:
+        return
+    for key, value in config.scheme_options.items():
+        if key not in options_of(scheme):
+            what = f"{key}={value} is no option of scheme={config.scheme}"
+            raise InputError(
+                f"{what}: leave it out" if key in asked else f"{what}, but stands in {source}: give {key}=none as well"
+            )
 
 
 def checked(values: Mapping[str, Any]) -> Config:

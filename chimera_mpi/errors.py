@@ -27,9 +27,12 @@ def refuse_taken(output: Path) -> None:
         raise InputError(f"{output} exists and stays as it is: give another path, or remove it first")
 
 
-def unwritable(output: Path, error: OSError) -> InputError:
+def unwritable(output: str | os.PathLike[str], error: OSError) -> InputError:
     """That the disk refuses what is to be made."""
-    return InputError(f"cannot write {output} ({error.strerror or error}): give a path with room for it")
+    return InputError(
+        f"cannot write {os.fspath(output)} ({error.strerror or error}): give a path in a folder that is there, "
+        "may be written to and has room"
+    )
 
 
 @contextmanager

@@ -637,7 +637,9 @@ def _taken(path: Path, locking: bool) -> Iterator[Lock]:
         if lock:
             lock.release()
         if isinstance(error, BlockingIOError):
-            raise InputError(f"{path} is being written by {owner(beside)}: let it end, or take another log=") from error
+            raise InputError(
+                f"{path} is being written by {owner(beside)}: wait for its end, or give another log=FILE"
+            ) from error
         if isinstance(error, OSError):
             raise _refusal(path, error) from error
         raise
@@ -662,18 +664,18 @@ def _refusal(path: Path, error: OSError, more: str = "") -> InputError:
     """What went wrong with the log at `path`, and what to do, in one line."""
     reason = error.strerror or str(error)
     if error.errno == errno.EEXIST:
-        return InputError(f"{path} exists and a log is never overwritten: take another log=")
+        return InputError(f"{path} exists and a log is never overwritten: give another log=FILE")
     if error.errno in _NO_LOCKS:
         remedy = "set HDF5_USE_FILE_LOCKING=FALSE and see to it that one job writes it, or log to another file system"
         return InputError(f"{path}: its file system does not lock files ({reason}): {remedy}")
     if error.errno in _NO_SPACE:
         remedy = "free some space, or log to another file system"
     elif error.errno in _FORBIDDEN:
-        remedy = f"ask for the right to write in {path.absolute().parent}, or take another log="
+        remedy = f"ask for the right to write in {path.absolute().parent}, or give another log=FILE"
     elif error.errno in (errno.ENOENT, errno.ENOTDIR):
-        remedy = f"is {path.absolute().parent} a folder? Make it, or take another log="
+        remedy = f"is {path.absolute().parent} a folder? Make it, or give another log=FILE"
     else:
-        remedy = "take another log="
+        remedy = "give another log=FILE"
     return InputError(f"{path} cannot be written ({reason}){more}: {remedy}")
 
 

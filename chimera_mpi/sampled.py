@@ -23,6 +23,7 @@ from .schedule import STREAMS
 from .timeline import Timeline
 
 MOST_SPANS = 250_000  # of a trace: about 70 MB
+KEPT = 1000  # configurations: those of all logs of a large study, whose spans take more memory than their plans
 WHAT = ["replica", "worker", "kind", "pipe", "stage", "index"]
 FIGURES = ("loss", "grad_norm", "learning_rate", "samples_per_s", "bubble_ratio")
 
@@ -43,6 +44,12 @@ class Start:
         """What the session was given; what an older log did not write down of it, the run as a whole was."""
         return {**self.run.attributes, **self.session.attributes}
 
+    def check_has(self, *names: str) -> None:
+        """Raises InputError if it lacks an attribute that every training has."""
+        for name in names:
+            if name not in self.attributes:
+                raise InputError(f"{self.run.path} has no {name!r}: is it the log of chimera-mpi train?")
+
     @cached_property
     def keys(self) -> dict[str, Any]:
         """The configuration as it was written down."""
@@ -52,8 +59,7 @@ class Start:
     @cached_property
     def config(self) -> Config:
         """Keys that this version does not know are passed over. Raises InputError."""
-        if "config" not in self.attributes:
-            raise InputError(f"{self.run.path} says nothing of what was trained: is it the log of chimera-mpi train?")
+        self.check_has("config")
         with self._reading():
             return _asked(self.attributes["config"])
 
@@ -116,19 +122,19 @@ def start_of_step(run: Run, step: int) -> Start:
     return _start_at(run, _row(run, step))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=KEPT)
 def _asked(config: str) -> Config:
     return checked({key: value for key, value in json.loads(config).items() if key in Config.model_fields})
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=KEPT)
 def _plan(config: str, costs: str, done: int) -> Steps:
     asked = _asked(config)
     ordered_by = None if asked.order == "drawn" else by_thirds(json.loads(costs), asked.recompute != "none")
     return schedule_of(asked, ordered_by, done)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=KEPT)
 def _wanted(width: int, config: str, costs: str, done: int) -> frozenset[tuple[Any, ...]]:
     return frozenset(
         (replica, worker, op.kind.value.encode(), op.pipe, op.stage, op.index)

@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .checkpoint import Checkpoint, Choice, Draft, LayerFile, choose_named, choose_newest, found_in, open_checkpoint
+from .checkpoint import (
+    NAME,
+    Checkpoint,
+    Choice,
+    Draft,
+    LayerFile,
+    choose_named,
+    choose_newest,
+    found_in,
+    open_checkpoint,
+)
 from .errors import RunFailed, refusing
 from .host import free_memory
 from .runtime.agreement import agree
@@ -55,8 +65,9 @@ class Saver:
         self._next: Callable[[dict[int, LayerFile]], Path] | None = None  # what rank 0 does once all are through
 
     def go_on_from(self, path: Path, step: int) -> None:
-        """What the checkpoint at `path` holds, of so many steps, need not be written again, if it is in the folder."""
-        if path.parent.resolve() == self.folder.resolve():
+        """What the checkpoint at `path` holds, of so many steps, need not be written again, if it is in the folder; not
+        so of one that was set aside: with it begins a course of which the folder has nothing."""
+        if path.parent.resolve() == self.folder.resolve() and NAME.fullmatch(path.name):
             self.saved = self.newest_step = step
             self.newest = path
 
@@ -168,7 +179,7 @@ def find(world: Comm, asked: str | None, folder: Path | None) -> Choice:
     if asked == "auto":
         assert folder is not None
         return find_last(world, folder)
-    return find_named(world, Path(asked))
+    return find_named(world, Path(asked), "resume={}".format)
 
 
 def find_last(world: Comm, folder: Path) -> Choice:
@@ -176,11 +187,12 @@ def find_last(world: Comm, folder: Path) -> Choice:
     return choose_newest(_listed(world, folder), partial(_verified, world))
 
 
-def find_named(world: Comm, path: Path) -> Choice:
-    """The one at `path`, or the last one in it. Collective. Raises InputError on all ranks if that is not whole."""
+def find_named(world: Comm, path: Path, taking: Callable[[Path], str]) -> Choice:
+    """The one at `path`, or the last one in it. Collective. Raises InputError on all ranks if that is not whole; by
+    `taking`, a path in words, it says how another one is taken."""
     if within := _listed(world, path):
-        return choose_named(within[0], within, partial(_verified, world))
-    return choose_named(path, _listed(world, path.parent), partial(_verified, world))
+        return choose_named(within[0], within, partial(_verified, world), taking)
+    return choose_named(path, _listed(world, path.parent), partial(_verified, world), taking)
 
 
 def _verified(world: Comm, path: Path) -> Checkpoint:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from .checkpoint import WEIGHTS, Checkpoint
-from .config import Config, Steps, profiled, schedule_of
+from .config import Config, Steps, fitted, profiled, schedule_of
 from .data import Corpus, even_sizes
 from .errors import InputError, refusing
 from .models import Model, make_layer
@@ -29,7 +29,7 @@ from .runtime.clock import aligned_clock
 from .runtime.device import peak_held_bytes
 from .runtime.examine import first_broken
 from .runtime.gradients import SHARED_FROM_BYTES
-from .runtime.grid import Comm, Grid, width_of
+from .runtime.grid import Comm, Grid
 from .runtime.mailbox import Delivery, Spec, Tensors
 from .runtime.optimizer import LearningRate, Recipe
 from .runtime.pipeline import Pipeline, Settings, check_job
@@ -42,7 +42,7 @@ from .runtime.waiting import Patience
 from .runtime.watchdog import Watchdog, awaited
 from .runtime.worker import Feed, MicroBatch, Sums, Targets, Total
 from .saving import Saver
-from .schedule import STREAMS, Schedule
+from .schedule import STREAMS, Schedule, width_of
 from .stopping import AGAIN, DONE, End, Stops
 from .tasks import Task, task_of
 from .timeline import Span, breakdown
@@ -84,11 +84,14 @@ class Job:
 
 def plan_job(config: Config, ranks: int, done: int = 0) -> Job:
     """For the steps after the first `done`. Raises InputError if `ranks` ranks, of which some may be spare, cannot do
-    what `config` asks."""
+    what `config` asks; where that is for its depth, it says which they could do."""
+    return fitted(config, ranks, lambda config, workers: job_on(config, workers, done))
+
+
+def job_on(config: Config, workers: int, done: int = 0) -> Job:
+    """What `plan_job` makes, on ranks of which none is spare. Raises InputError."""
     plan = schedule_of(config, done=done)
-    if config.spares >= ranks:
-        raise InputError(f"spares={config.spares} leaves none of {ranks} ranks to work: start more, or spare fewer")
-    width = width_of(ranks - config.spares, config.depth)
+    width = width_of(workers, config.depth)
     task = task_of(config)
     sizes = _sizes(config, width, plan.micro_batches)
     entering = token_specs(max(sizes), config.sequence_length, task.inputs)
@@ -625,9 +628,8 @@ def check_same(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> 
     """Raises InputError if `name` is not of a run such as this one."""
     for key, value in here.items():
         if there.get(key) != value:
-            raise InputError(
-                f"{name} is of a run with {key}={there.get(key)}, not {value}: ask for the same, or begin another run"
-            )
+            remedy = "ask for what that run had, or begin a new one in other files"
+            raise InputError(f"{name} is of a run with {key}={there.get(key)}, not {value}: {remedy}")
 
 
 def steps_done(checkpoint: Checkpoint | None, config: Config) -> int:

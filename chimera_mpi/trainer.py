@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint
-from .config import Config, Steps, checked, schedule_of
+from .config import Config, Steps, checked, fitted, schedule_on
 from .data import even_sizes
 from .errors import InputError, refusing
 from .models import Model, as_model, make_layer, named_layers
@@ -31,7 +31,7 @@ from .runtime.pipeline import Pipeline
 from .runtime.stage import trace
 from .runtime.worker import Targets
 from .saving import Saver, find_last, find_named
-from .schedule import STREAMS, width_of
+from .schedule import STREAMS
 from .tasks import Task
 from .train import (
     PRECISIONS,
@@ -192,7 +192,7 @@ class Trainer:
         self._meet(lambda: (f"load {path}", None))
         world = self.grid.world
         last = find_last(world, Path(path))
-        checkpoint = last.checkpoint or find_named(world, Path(path)).checkpoint
+        checkpoint = last.checkpoint or find_named(world, Path(path), "load('{}')".format).checkpoint
         assert checkpoint is not None
         agree(world, lambda: self._check(checkpoint))
         if self._part:
@@ -379,13 +379,12 @@ def _understand(ranks: int, learning_rate: Any, keys: dict[str, Any]) -> tuple[C
     if learning_rate is not None and not callable(learning_rate):
         keys = {**keys, "learning_rate": learning_rate}
     config = checked(keys)
-    width_of(ranks, config.depth)
     if config.scheme in STREAMS:
         raise InputError(
             f"{config.scheme} updates within a stream of mini-batches, a Trainer after each one: "
             "take another scheme, such as 1f1b or chimera"
         )
-    return config, schedule_of(config), _rule(config, learning_rate)
+    return config, fitted(config, ranks, schedule_on), _rule(config, learning_rate)
 
 
 def _rule(config: Config, learning_rate: Any) -> Callable[[int], float]:

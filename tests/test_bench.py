@@ -154,7 +154,7 @@ WRONG = {
     "--forward-ms: must be 0 or between 1e-15 and 1e15, not -1": ["--forward-ms=-1"],
     "the whole step takes 0 s": ["--forward-ms", "0"],
     "chimera needs an even depth, not 1": ["--schemes", "chimera"],
-    "cannot write /: Is a directory": ["--json", "/"],
+    "cannot write / (Is a directory)": ["--json", "/"],
     "has no option '--message-byte': did you mean '--message-bytes'?": ["--message-byte", "4"],
 }
 

@@ -242,7 +242,7 @@ def test_what_was_measured_on_a_busy_machine_says_so() -> None:
 
 WRONG = {
     "-o/--output": ["calibrate"],
-    "cannot write /nowhere/m.toml (No such file or directory): give a file": ["calibrate", "-o", "/nowhere/m.toml"],
+    "cannot write /nowhere/m.toml (No such file or directory): give a path": ["calibrate", "-o", "/nowhere/m.toml"],
     "unknown key 'hiden'": ["calibrate", "hiden=3", "-o", "m.toml"],
     "'gpt-tinny' is neither a preset nor a file": ["calibrate", "gpt-tinny", "-o", "m.toml"],
     "sequence_length=9 is more than positions=8": ["calibrate", *TINY, "sequence_length=9", "-o", "m.toml"],

@@ -199,8 +199,8 @@ def test_the_last_whole_one_is_offered_or_taken(folder, fault):
     early, last = write(folder, 5), write(folder, 10)
     fault(last)
     with pytest.raises(InputError) as refused:
-        choose_named(last, found_in(folder), whole)
-    assert FAULTS[fault] in str(refused.value) and f"try resume={early}" in str(refused.value)
+        choose_named(last, found_in(folder), whole, "take {}".format)
+    assert FAULTS[fault] in str(refused.value) and f"try take {early}" in str(refused.value)
     chosen = choose_newest(found_in(folder), whole)
     assert chosen.checkpoint.path == early
     if last in found_in(folder):

@@ -139,6 +139,12 @@ def test_a_schedule_is_held_to_what_a_scheme_promises(tmp_path: Path, capsys: py
     capsys.readouterr()
     assert main(["check", path, "--as", "1f1b"]) == 2
     assert "it is the 3. activation held at once, the scheme allows 2" in capsys.readouterr().err
+    assert main(["check", path, "--as", "chimera"]) == 2
+    assert "1 x 2 pipelines x stages on 2 workers, where chimera has 2 x 2: is it" in capsys.readouterr().err
+    Path(path).write_text("".join(reversed(Path(path).read_text().splitlines(keepends=True))))
+    assert main(["check", path]) == 0
+    assert main(["check", path, "--as", "gpipe"]) == 2
+    assert "worker 1 holds stage 0 of pipeline 0, in gpipe worker 0: is it" in capsys.readouterr().err
 
 
 # ---- costs, orders, steps
@@ -265,8 +271,8 @@ WRONG = {
     "unknown sync 'never'": [*SHOW, "--sync", "never"],
     "--width: must be at most 10000, not 10001": [*SHOW, "--width", "10001"],
     "invalid choice: 'maybe'": [*SHOW, "--color", "maybe"],
-    "cannot write /: Is a directory": [*SHOW, "--svg", "/"],
-    "cannot write /no/such/folder/a.svg: No such file or directory": [*SHOW, "--svg", "/no/such/folder/a.svg"],
+    "cannot write / (Is a directory): give a path": [*SHOW, "--svg", "/"],
+    "cannot write /no/such/folder/a.svg (No such file or directory)": [*SHOW, "--svg", "/no/such/folder/a.svg"],
     "unknown scheme 'gpip': did you mean 'gpipe'?": ["compare", "gpip", *COMPARE[1:]],
     "'pair=2' is no option of chimera": ["compare", "chimera:pair=2", *COMPARE[1:]],
     "pairs must be int, not 'two'": ["compare", "chimera:pairs=two", *COMPARE[1:]],
@@ -279,6 +285,23 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert message in err
     assert err.startswith("chimera-mpi: ") and err.count("\n") == 1 and not out
+
+
+@pytest.mark.parametrize("stdout", ["/dev/full", None])
+@pytest.mark.parametrize(
+    "words",
+    [["--version"], ["--help"], ["plan", "--help"], SHOW, [*SHOW, "--json"], COMPARE, [*COMPARE, "--csv"],
+     ["completion", "bash"], ["doctor"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_cannot_be_printed_is_one_line_and_exit_code_1(words, stdout, monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdout", stdout and open(stdout, "w"))  # noqa: SIM115
+    assert main(words) == 1
+    wrong = capsys.readouterr().err
+    assert wrong.startswith("chimera-mpi: stdout cannot be written (") and wrong.count("\n") == 1
+    assert "No space left" in wrong if stdout else "Bad file descriptor" in wrong
+    sys.stdout.close()
 
 
 LONG = "x" * 300  # no file has such a name
@@ -341,6 +364,21 @@ def test_compare_marks_the_best(capsys: pytest.CaptureFixture[str]) -> None:
     block = out.partition("N = 8")[0]
     assert "N = 4" in block and "16 s" in block
     assert "21 s " in next(line for line in block.splitlines() if line.startswith("gpipe"))
+
+
+def test_compare_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "chimera:pairs=2,concat=doubling,sync=eager_opt"
+    assert main(["compare", *SCHEMES, long, "--depth", "8", "--micro-batches", "1024,7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    at = next(at for at, line in enumerate(lines) if line.startswith("chimera:pairs=2,"))
+    assert [line.split()[0] for line in lines[at : at + 3]] == [
+        "chimera:pairs=2,",
+        "concat=doubling,",
+        "sync=eager_opt",
+    ]
+    assert lines[1].split() == ["bubble", "live", "exposed"] and lines[2].split()[-1] == "all-reduce"
 
 
 def test_compare_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:

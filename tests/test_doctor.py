@@ -28,8 +28,14 @@ HYDRA, ORTE = "HYDRA build details:\n    Version: 5.0.2", "mpirun (Open MPI) 5.0
 
 
 def answers(table: Mapping[str, str]) -> Callable[..., str]:
-    """Programs that print what stands beside the beginning of their command lines, and others that are not there."""
-    return lambda command: next((out for asked, out in table.items() if " ".join(command).startswith(asked)), "")
+    """Programs that print what stands beside the beginning of their command lines, and others that are not there. A
+    format of times in their environment stands before these."""
+
+    def ask(command, env=MappingProxyType({})):
+        given = " ".join([*(f"{name}={env[name]}" for name in ("SLURM_TIME_FORMAT",) if name in env), *command])
+        return next((out for asked, out in table.items() if given.startswith(asked)), "")
+
+    return ask
 
 
 def a_host(library=MPICH, share=Share(1, 4, 4), programs=MappingProxyType({}), cores=4, **environ) -> Host:
@@ -139,7 +145,7 @@ def test_a_file_system_that_takes_no_files_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("os.unlink", refused)
     found = checks.file_locks(host)
     assert found.state == "error" and "(Read-only file system)" in found.what
-    assert "take another log=" in found.remedy
+    assert "give another log=FILE" in found.remedy
 
 
 def test_a_name_that_is_too_long_is_looked_for_above(tmp_path):
@@ -149,8 +155,9 @@ def test_a_name_that_is_too_long_is_looked_for_above(tmp_path):
 # ---- Slurm
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_STEP_ID": "0"}
+SQUEUE = "SLURM_TIME_FORMAT=standard squeue"  # whatever the user's own is
 CALM = {
-    "squeue": "2999-01-01T00:00:00",
+    SQUEUE: "2999-01-01T00:00:00",
     "scontrol write": "#!/bin/bash\n#SBATCH --signal=B:USR1@300\n",
     "scontrol show job": "JobId=7 Requeue=1",
 }
@@ -193,8 +200,8 @@ def test_a_job_as_it_should_be(examined):
         ("Slurm deaths", "warning", "--kill-on-bad-exit=1", {"of": "8"}),
         ("Slurm deaths", "ok", "SLURM_KILL_BAD_EXIT", {"srun": "", "SLURM_KILL_BAD_EXIT": "1"}),
         ("Slurm deaths", "ok", "this cluster", {"srun": "", "programs": {"scontrol show config": "KillOnBadExit = 1"}}),
-        ("Slurm limit", "ok", "none", {"programs": {"squeue": "NONE"}}),
-        ("Slurm limit", "warning", "give seconds", {"programs": {"squeue": ""}}),
+        ("Slurm limit", "ok", "none", {"programs": {SQUEUE: "NONE"}}),
+        ("Slurm limit", "warning", "give seconds", {"programs": {SQUEUE: ""}}),
         ("Slurm requeue", "warning", "sbatch --requeue", {"programs": {"scontrol show job": "Requeue=0"}}),
         ("Slurm requeue", "ok", "no --signal", {"programs": {"scontrol write": "#!/bin/bash"}}),
     ],

@@ -205,11 +205,16 @@ def test_of_one_run_the_last_ones_stay_and_of_others_all(comm, shared_folder):
         training.step(*mini_batch(9))
         training.save(shared_folder)
         assert names_in(comm, shared_folder)[2:] == ["step-00000003", "step-00000004", "step-00000004.superseded"]
+        training.load(shared_folder / "step-00000004.superseded")  # nothing else there is of its course
+        assert training.save(shared_folder) == shared_folder / "step-00000004"
+        there = names_in(comm, shared_folder)[2:]
+        assert [name for name in there if NAME.fullmatch(name)] == ["step-00000004"]
+        assert {"step-00000003.superseded", "step-00000004.superseded1"} < set(there)
     with trainer(comm, depth=2, micro_batches=2) as another:
         another.step(*mini_batch(0))
         another.save(shared_folder, keep=1)
         assert [name for name in names_in(comm, shared_folder) if NAME.fullmatch(name)] == ["step-00000001"]
-        assert {"step-00000003.superseded", "step-00000004.superseded1"} <= set(names_in(comm, shared_folder))
+        assert {"step-00000003.superseded", "step-00000004.superseded2"} <= set(names_in(comm, shared_folder))
 
 
 @pytest.mark.mpi(2)
@@ -224,7 +229,7 @@ def test_of_a_folder_the_last_whole_one_is_loaded(comm, shared_folder):
         with told if comm.rank == 0 else nullcontext():
             training.load(shared_folder)
         assert training.steps_done == 1
-        assert f"try resume={paths[0]}" in refusal(lambda: training.load(paths[1]))
+        assert f"try load('{paths[0]}')" in refusal(lambda: training.load(paths[1]))
         damage(comm, paths[0])
         assert "no other checkpoint is whole: take another folder" in refusal(lambda: training.load(shared_folder))
 

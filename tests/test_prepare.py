@@ -492,7 +492,7 @@ def test_two_cannot_prepare_one_file(many, tmp_path):
     def another(what, done_bytes, of_bytes):
         if not refused:
             with pytest.raises(
-                InputError, match=rf"x\.h5 is being prepared by process {os.getpid()} on .*: let it end"
+                InputError, match=rf"x\.h5 is being prepared by process {os.getpid()} on .*: wait for its end"
             ):
                 prepare(tmp_path / "x.h5", [many])
             refused.append(True)

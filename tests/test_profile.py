@@ -100,7 +100,8 @@ def test_one_rank_is_not_changed_by_it_and_nothing_is_replaced(folder, capsys) -
     capsys.readouterr()
     assert main([*words, "profile=3", "checkpoint=none"]) == 2
     err = capsys.readouterr().err
-    assert err == f"chimera-mpi: {path} exists and a profile is never overwritten: take another log=, or move it away\n"
+    told = f"{path} exists and a profile is never overwritten: give another log=FILE, or move it away"
+    assert err == f"chimera-mpi: {told}\n"
     assert not Path("run.h5").exists()
     Path("old.h5").rename("run.h5")
     more = ["profile=7", "checkpoint=saved", "resume=auto", "steps=8", "minimum_learning_rate=3e-4"]

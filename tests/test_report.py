@@ -19,6 +19,7 @@ from logs import KEYS, Made, write_log
 from chimera_mpi import report
 from chimera_mpi.cli import main
 from chimera_mpi.commands.report import _named
+from chimera_mpi.config import schedule_of
 from chimera_mpi.draw import plot
 from chimera_mpi.draw.axes import between
 from chimera_mpi.draw.chart import Bar, Bars, Chart, Series, thinned
@@ -464,6 +465,15 @@ def test_steps_without_numbers_are_reported_all_the_same(told, tmp_path, monkeyp
     assert told(*paths, chimera, "--plot", tmp_path / "several.svg")[0] == 0
 
 
+def test_each_of_many_runs_is_planned_once(told, tmp_path, monkeypatch):
+    planned = []
+    paths = [write_log(tmp_path / f"{n}.h5", Made(steps=2, ranks=1), depth=1, scheme="1f1b", micro_batches=n)
+             for n in range(31, 49)]  # fmt: skip
+    monkeypatch.setattr("chimera_mpi.sampled.schedule_of", lambda *of: planned.append(of[0]) or schedule_of(*of))
+    assert told(*paths)[0] == 0
+    assert len(planned) == len(paths)
+
+
 def test_a_loss_that_diverged_is_no_row_of_digits(told, tmp_path, monkeypatch):
     monkeypatch.setattr("logs.StepRow", lambda **of: StepRow(**(of | {"loss": 1e300})))
     assert "loss        1e+300\n" in told(write_log(tmp_path / "run.h5"))[1]
@@ -722,7 +732,7 @@ def test_without_matplotlib_the_remedy_is_named(told, folder, tmp_path, monkeypa
 
     monkeypatch.setattr(plot, "import_module", missing)
     code, out, err = told(folder / "chimera.h5", "--plot", tmp_path / "run.pdf")
-    assert code == 2 and "throughput" in out and err.count("\n") == 1
+    assert code == 2 and not out and err.count("\n") == 1
     assert "a PDF needs matplotlib: pip install 'chimera-mpi[plot]'" in err
     assert told(folder / "chimera.h5", "--plot", tmp_path / "run.svg")[0] == 0
 
@@ -741,13 +751,14 @@ def test_names_of_files_that_cannot_be_are_refused_first(told, folder, tmp_path)
 
 
 @pytest.mark.parametrize("option", ["--svg", "--plot", "--html", "--tensorboard"])
-def test_a_folder_that_takes_no_files_is_one_line_after_the_report(told, folder, tmp_path, option):
+def test_what_cannot_be_written_is_one_line_instead_of_the_report(told, folder, tmp_path, option):
     (tmp_path / "file").touch()
     names = ["run.png", "run.svg"] if option == "--plot" else ["run.svg"]
     for name in names:
-        code, out, err = told(folder / "chimera.h5", option, tmp_path / "file" / name)
-        assert code == 2 and "throughput" in out
-        assert err.count("\n") == 1 and f"cannot write {tmp_path / 'file'}" in err
+        for path in tmp_path / "file" / name, tmp_path / ("x" * 300 + name):
+            code, out, err = told(folder / "chimera.h5", option, path)
+            assert (code, out) == (2, "") and err.count("\n") == 1
+            assert f"cannot write {tmp_path}" in err
 
 
 # ---- TensorBoard

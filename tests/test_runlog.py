@@ -448,7 +448,7 @@ def test_two_writers_are_refused(path):
         write(log, 0, 3)
         read_run(path)  # opens and closes the file in this process: must not lose the lock
         owner = f"process {os.getpid()} on {os.uname().nodename}"
-        assert other_process(path) == f"{path} is being written by {owner}: let it end, or take another log="
+        assert other_process(path) == f"{path} is being written by {owner}: wait for its end, or give another log=FILE"
         with pytest.raises(InputError, match="being written"):
             RunLog.append(path, {}, 2)
         with pytest.raises(InputError, match="exists"):

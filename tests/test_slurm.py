@@ -71,8 +71,10 @@ def test_the_command_prints_the_job(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["gpt-tiny", "--nodes", "3", "scheme=chimera", "depth=4"], "depth 4 does not divide the 3 MPI ranks"),
+        (["gpt-tiny", "--nodes", "3", "scheme=chimera", "depth=4"], "start 4 ranks"),
         (["gpt-tiny", "--nodes", "5", "scheme=chimera", "depth=5"], "chimera needs an even depth, not 5"),
+        (["PLAN", "--nodes", "2", "scheme=chimera"], "plan.toml: give chunks=none as well\n"),
+        (["gpt-tiny", "scheme=1f1b", "chunks=2"], "chunks=2 is no option of scheme=1f1b: leave it out\n"),
         (["no.toml"], "neither a preset nor a file"),
         (["gpt-tiny", "dept=4"], "unknown key 'dept'"),
         (["gpt-tiny", "--env", "no.sh"], "there is no no.sh"),
@@ -82,9 +84,11 @@ def test_the_command_prints_the_job(capsys, monkeypatch):
         (["gpt-tiny", "--nodes", "2", "-x"], "unrecognized arguments: -x"),
     ],
 )
-def test_what_would_fail_in_the_job_is_refused_before(capsys, monkeypatch, words, message):
+def test_what_would_fail_in_the_job_is_refused_before(capsys, monkeypatch, tmp_path, words, message):
     monkeypatch.chdir(ROOT)
-    assert main(["slurm", *words]) == 2
+    plan = tmp_path / "plan.toml"
+    plan.write_text('scheme = "interleaved"\ndepth = 2\nchunks = 2\n')
+    assert main(["slurm", *(str(plan) if word == "PLAN" else word for word in words)]) == 2
     out, err = capsys.readouterr()
     assert message in err and err.count("\n") == 1 and not out
 
@@ -131,11 +135,11 @@ def test_times_are_read_as_slurm_reads_them(time, seconds):
 
 
 def test_a_warning_at_the_start_is_refused_where_there_is_one():
-    for limit in ("5", "0:04:30", "0-0:05"):
-        with pytest.raises(InputError, match=f"300 s before the end of --time {limit} comes at the start.*--warning-s"):
+    for limit in ("6", "0:05:30", "0-0:05"):
+        with pytest.raises(InputError, match=f"300 s before the end of --time {limit}, up to 60 s early.*--warning-s"):
             Settings(time=limit)
         assert Settings(time=limit, what="calibrate") and Settings(time=limit, warning_s=60)
-    assert Settings(time="0") and Settings(time="6")  # no limit, and one that leaves a minute
+    assert Settings(time="0") and Settings(time="7")  # no limit, and one that leaves a minute
     with pytest.raises(InputError, match="Slurm warns 65535 s before the end at most, not 65536"):
         Settings(time="2-0", warning_s=65_536)
 
@@ -158,6 +162,7 @@ echo "${STATE:-RUNNING None}" """,
     "scontrol": """\
 echo "$*" >>run/controlled
 [ "$(wc -l <run/controlled)" -gt "${REFUSED:-0}" ]""",
+    "chimera-mpi": 'exit "${PLAN:-0}"',
     "sleep": 'echo "$1" >>run/slept; [ "$1" = 5 ] || SLEEP 0.3',
 }
 
@@ -176,9 +181,9 @@ def alone(tmp_path):
         "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n1", "ACT": ":", "EARLY": "",
     }  # fmt: skip
 
-    def start(**more):
+    def start(script="train.sbatch", **more):
         return subprocess.Popen(
-            ["bash", SCRIPTS / "train.sbatch", "depth=2"], cwd=tmp_path, env={**environment, **more},
+            ["bash", SCRIPTS / script, "depth=2"], cwd=tmp_path, env={**environment, **more},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -214,6 +219,14 @@ def test_a_job_queues_itself_again_after_75_unless_it_is_cancelled(alone, tmp_pa
     assert written(tmp_path, "controlled") == ["requeue 7"] * controlled
     assert written(tmp_path, "slept") == ["1", *["5"] * slept]
     assert written(tmp_path, "status") == [str(code)]
+
+
+@pytest.mark.parametrize(("given", "code"), [({"ACT": "exit 3"}, 3), ({"ACT": "exit 0", "PLAN": "2"}, 2)])
+def test_a_calibration_or_a_plan_that_fails_is_the_jobs_status(alone, tmp_path, given, code):
+    job = alone("plan_and_train.sbatch", **given)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == code and written(tmp_path, "status") == [str(code)], said
+    assert len(written(tmp_path, "called")) == 1  # calibrate, and no train
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

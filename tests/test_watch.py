@@ -307,7 +307,7 @@ def test_what_is_no_log_is_refused_in_a_line(path, capsys, make, message) -> Non
 def test_logs_of_other_writers_and_of_newer_versions(path, capsys) -> None:
     RunLog.create(path, {}, 4).close()
     assert main(["watch", str(path)]) == 2
-    assert "run.h5 says nothing of what was trained" in capsys.readouterr().err
+    assert "run.h5 has no 'config': is it the log of chimera-mpi train?" in capsys.readouterr().err
     for name, keys in (("newer.h5", {"colour": "blue"}), ("wrong.h5", {"depth": -4})):
         known = {**json.loads(config().model_dump_json()), **keys}
         RunLog.create(path.with_name(name), {"config": json.dumps(known)}, 4).close()

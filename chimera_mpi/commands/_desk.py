@@ -163,7 +163,7 @@ def _refuse_folder(folder: Path, choice: Choice) -> None:
     if there and (begins is None or begins.path.parent.resolve() != folder.resolve()):
         raise InputError(
             f"{there[0]} is there already, and this run does not go on from it: "
-            "set resume=auto, or take another checkpoint="
+            "set resume=auto, or give another checkpoint=FOLDER"
         )
 
 
@@ -181,7 +181,7 @@ def _check_log(path: Path, job: Job, validation_sha256: str, done: int) -> None:
         if last >= done and there[key] != here[key]:
             raise InputError(
                 f"{path} has steps up to {last} with {key}={there[key]}, of which those from {done} on would be done "
-                f"anew with {here[key]}: take another log="
+                f"anew with {here[key]}: give another log=FILE"
             )
 
 

@@ -40,10 +40,10 @@ class Share(NamedTuple):
         return max(1, min(self.own_cores, self.cores // self.ranks))
 
 
-def ask(command: Sequence[str]) -> str:
-    """What a program prints; nothing where it is not there or fails."""
+def ask(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+    """What a program prints, in this process's environment or another; nothing where it is not there or fails."""
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
         return "" if done.returncode else done.stdout + done.stderr
     return ""
 
@@ -57,7 +57,7 @@ class Host:
     folder: Path
     environ: Mapping[str, str] = field(default_factory=dict)
     machine_cores: int = 1
-    ask: Callable[[Sequence[str]], str] = ask
+    ask: Callable[..., str] = ask
     shared_memory: Path = Path("/dev/shm")
     processes: Path = Path("/proc")
 

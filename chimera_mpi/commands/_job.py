@@ -123,7 +123,7 @@ def _check_profile(config: Config, rank: int) -> None:
     if config.profile is None or config.resume or config.log in (None, "auto"):
         return
     if os.path.exists(path := place_of(Path(config.log), rank)):
-        raise InputError(f"{path} exists and a profile is never overwritten: take another log=, or move it away")
+        raise InputError(f"{path} exists and a profile is never overwritten: give another log=FILE, or move it away")
 
 
 def _prepare_default(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import InputError
+from ..errors import InputError, unwritable
 from ..predict import Costs, Link, peak_activations, simulate, weight_versions
 from ..predict.costs import PER_STAGE, TIMES, per_stage
 from ..schedule import (
@@ -329,4 +330,16 @@ def write(path: Path, words: str) -> None:
     try:
         path.write_text(words, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
+        raise unwritable(path, error) from None
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raises InputError now, not after all has been found out; what is in a file stays until then."""
+    for path in filter(None, paths):
+        is_new = not os.path.lexists(path)
+        try:
+            path.open("a").close()
+        except OSError as error:
+            raise unwritable(path, error) from None
+        if is_new:
+            path.unlink()

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, RunFailed
-from ._terminal import complain, say
+from ._terminal import complain, printing, say
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -55,10 +55,15 @@ def library_name() -> str:
 @contextmanager
 def ending_together(world: Any) -> Iterator[None]:
     """An exception on one rank prints its traceback and ends all ranks; InputError passes, all ranks have it, and so
-    does a RunFailed that all have. One of a rank alone is one line."""
+    does a RunFailed that all have. One of a rank alone is one line, and none where nobody reads on."""
     try:
-        yield
+        with printing():
+            yield
     except InputError:
+        raise
+    except BrokenPipeError:
+        if world.size > 1:
+            end_all(world, 1, "")
         raise
     except RunFailed as error:
         if not error.on_all and world.size > 1:

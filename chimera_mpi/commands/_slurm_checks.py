@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -50,9 +50,9 @@ def _end(host: Host, job: str) -> Finding:
     return ok("Slurm limit", f"in {left_s / 60:.0f} minutes: time_limit=auto checkpoint=FOLDER stops before it")
 
 
-def _as_run(ask: Callable[[Sequence[str]], str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(command: Sequence[str], **how: object) -> subprocess.CompletedProcess[str]:
-        answer = ask(command)
+def _as_run(ask: Callable[..., str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(command: Sequence[str], env: Mapping[str, str], **how: object) -> subprocess.CompletedProcess[str]:
+        answer = ask(command, env)
         return subprocess.CompletedProcess(command, int(not answer), answer, "no answer")
 
     return run

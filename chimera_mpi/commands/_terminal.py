@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from ..errors import RunFailed
 from ._plan import count
 
 TELL_EVERY_S = 0.1
@@ -51,6 +52,32 @@ def mute() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+@contextmanager
+def printing() -> Iterator[None]:
+    """What cannot be printed within is a RunFailed, unless its reader (`| head`) has left: that stays a
+    BrokenPipeError. Nothing is printed after either."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        mute()  # what is still buffered must not fail again at exit
+        raise
+    except OSError:
+        if not (reason := _unprintable()):
+            raise
+        mute()
+        raise RunFailed(f"stdout cannot be written ({reason}): direct it to where there is room") from None
+
+
+def _unprintable() -> str:
+    """Why nothing can be printed, if so."""
+    try:
+        print(flush=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def say(text: str, end: str = "\n") -> None:
     """Print, though the reader may have left, or the disk that it goes to be full: a run goes on all the same."""
     try:
@@ -59,10 +86,10 @@ def say(text: str, end: str = "\n") -> None:
         mute()
 
 
-def complain(text: str) -> None:
-    """The same of what went wrong."""
+def complain(text: str, end: str = "\n") -> None:
+    """The same on stderr."""
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(text, end=end, file=sys.stderr, flush=True)
 
 
 def _width(word: str) -> int:

@@ -24,8 +24,8 @@ from ..draw.look import duration
 from ..errors import InputError
 from ..host import keep_freed_memory, peak_resident_bytes
 from ..predict import Costs
-from ..schedule import SCHEMES, width_of
-from ._plan import Plan, add_order, count, parse_scheme, plan, seconds, write
+from ..schedule import SCHEMES, fit_depth, width_of
+from ._plan import Plan, add_order, check_writable, count, parse_scheme, plan, seconds, write
 from ._ranks import ending_together, library_name, refuse_singletons, set_threads
 
 if TYPE_CHECKING:
@@ -106,15 +106,15 @@ def _emulate(world: Any, args: argparse.Namespace) -> int:
     from ..runtime.agreement import agree
 
     depth = args.depth or world.size
-    agree(world, lambda: width_of(world.size, depth))
     emulations = agree(world, lambda: _emulations(args))
-    cases, refused = agree(world, lambda: _cases(args, depth, emulations))
-    agree(world, lambda: _check_writable(args.json) if world.rank == 0 else None)
+    cases, refused = agree(
+        world, lambda: fit_depth(depth, world.size, 0, lambda depth, ranks: _cases(args, depth, ranks, emulations))
+    )
+    agree(world, lambda: check_writable(args.json) if world.rank == 0 else None)
     turns, links = _measure(world, depth, args, cases, emulations)
     facts = _facts(world)
     if world.rank == 0:
         rows = [_row(case, steps, links) for case, steps in zip(cases, turns, strict=True)]
-        _print(rows, refused, links)
         found = {
             "ranks": world.size,
             "depth": depth,
@@ -126,6 +126,7 @@ def _emulate(world: Any, args: argparse.Namespace) -> int:
         }
         if args.json:
             write(args.json, json.dumps(found, indent=1))
+        _print(rows, refused, links)
     return 0
 
 
@@ -172,10 +173,13 @@ def _emulations(args: argparse.Namespace) -> dict[int, Emulation]:
     }
 
 
-def _cases(args: argparse.Namespace, depth: int, emulations: Mapping[int, Emulation]) -> tuple[list[Case], list[str]]:
+def _cases(
+    args: argparse.Namespace, depth: int, ranks: int, emulations: Mapping[int, Emulation]
+) -> tuple[list[Case], list[str]]:
     """Those that can be had, and why others cannot. Raises InputError if none can."""
+    width_of(ranks, depth)
     cases: list[Case] = []
-    refused: list[str] = []
+    refused: list[InputError] = []
     specs = {spec: parse_scheme(spec) for spec in args.schemes or SCHEMES}
     costs = _costs(next(iter(emulations.values())))
     for micro_batches in dict.fromkeys(args.micro_batches or (depth, 2 * depth)):
@@ -183,14 +187,14 @@ def _cases(args: argparse.Namespace, depth: int, emulations: Mapping[int, Emulat
             try:
                 made = plan(scheme, depth, micro_batches, costs, options, same_model=True)
             except InputError as error:
-                refused.append(str(error))
+                refused.append(error)
                 continue
             if args.order == "costs":
                 made = made.reordered(str(options.get("sync", "eager_opt")))
             cases += [Case(spec, size, made) for size in emulations]
     if not cases:
-        raise InputError(refused[0])
-    return cases, refused
+        raise refused[0]
+    return cases, list(map(str, refused))
 
 
 def _costs(emulation: Emulation) -> Costs:
@@ -283,12 +287,3 @@ def _print(rows: Sequence[Row], refused: Sequence[str], links: Mapping[int, Sequ
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
-
-
-def _check_writable(path: Path | None) -> None:
-    """Raise InputError now, not after all has been measured; what is in the file stays until then."""
-    try:
-        if path is not None:
-            path.open("a").close()
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None

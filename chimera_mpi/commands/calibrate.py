@@ -33,8 +33,9 @@ from ..predict.calibrated import (
 )
 from ._calibrated import charts, doubts, summary, tables
 from ._devices import find_staging
-from ._plan import write
+from ._plan import check_writable, write
 from ._ranks import ending_together, laid_out, library_name, refuse_singletons, set_threads
+from ._terminal import complain
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -85,7 +86,7 @@ def _calibrate(world: Any, args: argparse.Namespace) -> int:
     source, overrides = (DEFAULT, [args.source, *args.overrides]) if is_override else (args.source, args.overrides)
     config = agree(world, lambda: load(source, overrides))
     work = agree(world, lambda: work_of(config))
-    agree(world, lambda: _check_targets(args.output, args.svg) if world.rank == 0 else None)
+    agree(world, lambda: check_writable(args.output, args.svg) if world.rank == 0 else None)
     tell = _Teller() if world.rank == 0 else _tell_nobody
     found = measure(world, config, [layer.kind for layer in work.layers], args.quick, args.name, tell)
     if world.rank == 0:
@@ -250,25 +251,12 @@ def _source(config: Config, hosts: Sequence[str], threads: int, devices: str, pr
     )
 
 
-def _check_targets(*paths: Path | None) -> None:
-    """Raise InputError now, not after all has been measured."""
-    for path in filter(None, paths):
-        is_new = not os.path.lexists(path)
-        try:
-            path.open("a").close()
-        except OSError as error:
-            remedy = "give a file in a folder that is there and may be written to"
-            raise InputError(f"cannot write {path} ({error.strerror}): {remedy}") from None
-        if is_new:
-            path.unlink()
-
-
 class _Teller:
     """Says on a terminal what is being measured."""
 
     def __call__(self, words: str) -> None:
         if sys.stderr.isatty():
-            print(f"\r\x1b[K{words} ...", end="", file=sys.stderr, flush=True)
+            complain(f"\r\x1b[K{words} ...", end="")
 
 
 def _tell_nobody(words: str) -> None:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="scheme",
         choices=[*SCHEMES, *ALIASES],
         metavar="SCHEME",
-        help="hold it to what this scheme promises of memory and weight versions",
+        help="hold it to where this scheme has its stages, and to its promises of memory and weight versions",
     )
     parser.add_argument("--sync", choices=SYNCS, help="when all-reduces start that are put in; default: eager_opt")
     add_costs(parser)

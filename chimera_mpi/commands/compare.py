@@ -15,8 +15,10 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from ..draw.look import duration
@@ -24,6 +26,7 @@ from ..errors import InputError
 from ..schedule import SCHEMES, paused_collector
 from ..timeline import Timeline
 from ._plan import Plan, add_costs, add_order, costs_of, count, parse_scheme, plan
+from ._terminal import columns, complain
 from .show import add_files, write_files
 
 EXAMPLE = """\
@@ -125,26 +128,56 @@ def _csv(rows: list[Row], refused: list[Refusal]) -> None:
     writer.writerow(Row._fields)
     writer.writerows(rows)
     for refusal in refused:
-        print(f"chimera-mpi: left out: {refusal.reason}", file=sys.stderr)
+        complain(f"chimera-mpi: left out: {refusal.reason}")
 
 
 def _table(rows: list[Row], refused: list[Refusal]) -> None:
     """A block for each number of micro-batches, the shortest step first."""
-    heads = ["scheme", "makespan", "bubble %", "weights", "live act.", "messages", "exposed all-reduce"]
+    width = columns(None)
     blocks = {n: sorted((r for r in rows if r.micro_batches == n), key=lambda row: row.makespan_s)
               for n in sorted({row.micro_batches for row in rows})}  # fmt: skip
     shown = {n: [list(_words(row, block)) for row in block] for n, block in blocks.items()}
-    lines = [heads, *(line for block in shown.values() for line in block)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    numbers = zip(*(words[1:] for block in shown.values() for words in block), strict=True)
+    widths = [max(map(len, (*head, *column))) for head, column in zip(HEADS, numbers, strict=True)]
+    room = width - sum(2 + each for each in widths)
+    names = {row.scheme: _folded(row.scheme, room) for row in rows}
+    widths.insert(0, max(len(line) for lines in names.values() for line in lines))
     for n, block in shown.items():
         print(f"N = {n}")
-        for line in [heads, *block]:
-            cells = [line[0].ljust(widths[0]), *(word.rjust(w) for word, w in zip(line[1:], widths[1:], strict=True))]
-            print("  ".join(cells).rstrip())
+        for line in zip(("", "scheme"), *HEADS, strict=True):
+            print(_aligned(line, widths))
+        for name, *words in block:
+            first, *others = names[name]
+            print(_aligned([first, *words], widths), *others, sep="\n")
         print()
-    print("* best of its column. Weights and live activations of the fullest worker, in stages (1/depth of the model).")
-    for reason in dict.fromkeys(refusal.reason for refusal in refused):
-        print(f"left out: {reason}")
+    notes = [
+        "* best of its column. Weights and live activations of the fullest worker, in stages (1/depth of the model).",
+        *(f"left out: {reason}" for reason in dict.fromkeys(refusal.reason for refusal in refused)),
+    ]
+    for note in notes:
+        print(fill(note, width, subsequent_indent="  ", break_on_hyphens=False))
+
+
+HEADS = (  # of the numbers, in two lines
+    ("", "makespan"), ("bubble", "%"), ("", "weights"), ("live", "act."), ("", "messages"), ("exposed", "all-reduce"),
+)  # fmt: skip
+
+
+def _folded(scheme: str, width: int) -> list[str]:
+    """In lines of this width, where its options are not longer."""
+    lines = [""]
+    for part in re.findall("[^,]+,?", scheme):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("  ")
+        lines[-1] += part
+    return lines
+
+
+def _aligned(words: Sequence[str], widths: Sequence[int]) -> str:
+    """The first to the left, numbers and what stands above them to the right."""
+    first, *others = words
+    cells = [first.ljust(widths[0]), *(word.rjust(width) for word, width in zip(others, widths[1:], strict=True))]
+    return "  ".join(cells).rstrip()
 
 
 def _words(row: Row, block: list[Row]) -> Iterator[str]:

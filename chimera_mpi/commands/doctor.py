@@ -20,7 +20,6 @@ from ._host import Host, Library, Share
 from ._host_checks import NO_MPI, OF_NODES, examine
 from ._job_checks import Ranks, examine_together
 from ._ranks import ending_together, library_name
-from ._terminal import say
 
 EXAMPLE = """\
   chimera-mpi doctor
@@ -71,9 +70,9 @@ def _amiss() -> Finding | None:
 def _tell(findings: list[Finding], as_json: bool) -> int:
     """Print them; the exit code."""
     if as_json:
-        say(json.dumps({"worst": worst(findings), "findings": [finding._asdict() for finding in findings]}, indent=2))
+        print(json.dumps({"worst": worst(findings), "findings": [finding._asdict() for finding in findings]}, indent=2))
     else:
-        say("\n".join(lines(findings)))
+        print("\n".join(lines(findings)))
     return int(worst(findings) == "error")
 
 

@@ -19,7 +19,7 @@ from ..predict.machine import machines
 from ..predict.planner import search
 from ..schedule import STREAMS
 from ._asked import asked_of, progress_bar
-from ._plan import count, write
+from ._plan import check_writable, count, write
 from ._planned import configuration, figures, told
 from ._scaled import scale
 
@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     asked = asked_of(args)
+    check_writable(args.output, args.svg)
     if len(args.workers) > 1:
         return scale(asked, args)
     if args.svg:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -27,7 +26,7 @@ from ..draw.look import ASCII
 from ..draw.table import Table, table_text
 from ..errors import InputError
 from ._plan import write
-from ._terminal import add_terminal, columns, speaks_unicode, wants_color
+from ._terminal import add_terminal, columns, complain, speaks_unicode, wants_color
 
 if TYPE_CHECKING:
     from ..report import Report
@@ -64,10 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _check_outputs(args)
     told = _one(args) if len(_paths(args)) == 1 else _several(args)
-    try:
-        print(json.dumps(_plain(told.figures), indent=1) if args.json else _text(told, args), flush=True)
-    finally:  # also where the reader (`| head`) has had enough
-        _write_files(told, args)
+    _write_files(told, args)
+    print(json.dumps(_plain(told.figures), indent=1) if args.json else _text(told, args))
     return 0
 
 
@@ -120,7 +117,7 @@ def _several(args: argparse.Namespace) -> _Told:
             raise InputError(f"--{option} is of one run, not of {len(_paths(args))}: give one log")
     reports, left_out = _read(_paths(args))
     for reason in left_out.values():
-        print(f"chimera-mpi: left out: {reason}", file=sys.stderr)
+        complain(f"chimera-mpi: left out: {reason}")
     if not reports:
         raise InputError(f"none of the {len(left_out)} logs has a step to compare")
     comparison = report.compared(reports, args.different)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ..errors import InputError
-from ..schedule import width_of
 from ._plan import count
 
 EXAMPLE = """\
@@ -21,6 +20,7 @@ EXAMPLE = """\
   sbatch job.sbatch"""
 
 LONGEST_WARNING_S = 65_535  # that sbatch takes
+EARLY_S = 60  # by which Slurm's warning may come before its time
 
 What = Literal["train", "plan_and_train", "calibrate"]
 
@@ -55,10 +55,10 @@ class Settings:
             raise InputError(
                 f"Slurm warns {LONGEST_WARNING_S} s before the end at most, not {self.warning_s}: try --warning-s 300"
             )
-        if self.what != "calibrate" and 0 < _seconds(self.time) <= self.warning_s:
+        if self.what != "calibrate" and 0 < _seconds(self.time) <= self.warning_s + EARLY_S:
             raise InputError(
-                f"a warning {self.warning_s} s before the end of --time {self.time} comes at the start, and the job "
-                "would queue itself again for ever: give a longer --time, or a shorter --warning-s"
+                f"a warning {self.warning_s} s before the end of --time {self.time}, up to {EARLY_S} s early, may come "
+                "at the start, and the job queue itself again for ever: give a longer --time, or a shorter --warning-s"
             )
 
     @property
@@ -165,11 +165,16 @@ mkdir -p "$RUN" || exit
 
 _PLAN = """\
 if [ ! -e "$RUN/plan.toml" ]; then  # a run that goes on keeps its plan
+    status=0
     if [ ! -e "$MACHINE" ]; then
-        "${launcher[@]}" chimera-mpi calibrate "$CONFIG" "${keys[@]}" "$@" -o "$MACHINE" || exit
+        "${launcher[@]}" chimera-mpi calibrate "$CONFIG" "${keys[@]}" "$@" -o "$MACHINE" || status=$?
     fi
-    chimera-mpi plan "$CONFIG" "${keys[@]}" "$@" --machine "$MACHINE" --workers "$SLURM_NTASKS" \\
-        -o "$RUN/plan.toml" || exit
+    [ "$status" -ne 0 ] || chimera-mpi plan "$CONFIG" "${keys[@]}" "$@" --machine "$MACHINE" \\
+        --workers "$SLURM_NTASKS" -o "$RUN/plan.toml" || status=$?
+    if [ "$status" -ne 0 ]; then
+        echo "$status" >"$RUN/status"
+        exit "$status"
+    fi
 fi
 CONFIG=$RUN/plan.toml
 """
@@ -278,9 +283,8 @@ def _refuse_what_would_fail(settings: Settings) -> None:
     """Raises InputError now for what the job would find only after it has waited in the queue."""
     if not os.path.isfile(settings.env):
         raise InputError(f"there is no {settings.env}: name your cluster's by --env, or run this where it lies")
-    from ..config import load, schedule_of
+    from ..config import fitted, load, schedule_on
 
     config = load(settings.config, settings.keys)
     if settings.what == "train":  # a plan has a depth and a scheme of its own
-        width_of(settings.ranks, config.depth)
-        schedule_of(config)
+        fitted(config, settings.ranks, schedule_on)

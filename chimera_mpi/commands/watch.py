@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from ..errors import InputError
 from ..lock import owner, owner_lives
 from ._plan import seconds
-from ._terminal import speaks_unicode
+from ._terminal import complain, speaks_unicode
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -120,7 +119,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _await(path: Path, every_s: float) -> None:
-    print(f"waiting for {path}", file=sys.stderr, flush=True)
+    complain(f"waiting for {path}")
     while not os.path.exists(path):
         time.sleep(every_s)
 

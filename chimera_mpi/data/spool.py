@@ -191,6 +191,8 @@ def _locked(folder: Path, output: Path) -> Lock:
         return Lock(folder / "lock")
     except BlockingIOError as error:
         holder = owner(folder / "lock")
-        raise InputError(f"{output} is being prepared by {holder}: let it end, or take another -o") from error
+        raise InputError(
+            f"{output} is being prepared by {holder}: wait for its end, or give another -o FILE"
+        ) from error
     except OSError:  # a file system without locks
         return Lock(folder / "lock", wanted=False)

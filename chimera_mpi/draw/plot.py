@@ -9,7 +9,7 @@ from math import ceil, isfinite, isnan
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, unwritable
 from .chart import GUIDE, MARKED, Bars, Chart, Drawn, colour, dashes, short
 
 Axes = Any  # of matplotlib, which may not be installed
@@ -45,7 +45,7 @@ def plot(charts: Sequence[Drawn], path: Path) -> None:
     try:
         figure.savefig(path, format=kind, dpi=160)
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
+        raise unwritable(path, error) from None
 
 
 def _points(axes: Axes, chart: Chart) -> None:

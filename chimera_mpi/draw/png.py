@@ -6,7 +6,7 @@ from importlib import import_module
 from os import PathLike
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, unwritable
 from .geometry import GUTTER, Box, Picture, fits, picture
 from .look import Colours, Titled
 
@@ -37,7 +37,7 @@ def png(timelines: Titled, path: str | PathLike[str], scale: float = 2) -> None:
     try:
         figure.savefig(path, format="png")
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
+        raise unwritable(path, error) from None
 
 
 def _write(axes: Axes, x: float, y: float, words: str, size: float = 12, **looks: Any) -> None:

@@ -16,7 +16,7 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from ..errors import InputError
+from ..errors import InputError, unwritable
 from ..schedule import nearest
 from .costs import Link
 from .work import LayerWork
@@ -335,7 +335,7 @@ def write_machine(machine: Machine, path: str | Path) -> None:
     try:
         Path(path).write_text(machine_text(machine), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
+        raise unwritable(path, error) from None
 
 
 def parse_machine(text: str, name: str) -> Machine:

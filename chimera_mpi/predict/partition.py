@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from ..errors import InputError
-from ..schedule import Schedule
+from ..schedule import Schedule, UnfitDepth
 from .costs import Costs
 
 Cuts = Sequence[range]  # of each stage, its layers
@@ -35,7 +35,8 @@ class Recompute:
 def cut_uniformly(layers: int, stages: int) -> Cuts:
     """Contiguous runs of layers, as equal as can be. Raises InputError if a stage would have none."""
     if stages > layers:
-        raise InputError(f"{stages} stages need as many layers, and the model has {layers}: try depth={layers} or less")
+        fault = f"{stages} stages need as many layers, and the model has {layers}"
+        raise UnfitDepth(fault, f"try {layers} stages or fewer")
     return _ranges([stage * layers // stages for stage in range(1, stages)], layers)
 
 
@@ -44,7 +45,7 @@ def cut_at(points: Sequence[int], layers: int, stages: int) -> Cuts:
     if len(points) != stages - 1 or not all(a < b for a, b in pairwise([0, *points, layers])):
         raise InputError(
             f"partition={list(points)} does not cut {layers} layers into {stages} stages: "
-            f"give {stages - 1} rising numbers from 1 to {layers - 1}"
+            f"give {stages - 1} rising numbers from 1 to {layers - 1}, or partition=flops"
         )
     return _ranges(points, layers)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, unwritable
 from ..runlog import Run
 from ..sampled import starts_of
 
@@ -69,7 +69,7 @@ def _name(run: Run) -> str:
 
 
 def _check_place(file: Path) -> None:
-    with suppress(FileNotFoundError, NotADirectoryError):
+    with suppress(OSError):  # it is made, or cannot be written
         others = sorted(name for name in os.listdir(file.parent) if _MARK in name and name != file.name)
         if others:
             raise InputError(
@@ -91,7 +91,7 @@ def _write(tools: _Tools, run: Run, file: Path) -> None:
     except OSError as error:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
-        raise InputError(f"cannot write {file}: {error.strerror}") from None
+        raise unwritable(file, error) from None
 
 
 def _events(tools: _Tools, run: Run) -> Iterator[Any]:

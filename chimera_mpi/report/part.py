@@ -54,9 +54,7 @@ def canonical(keys: Mapping[str, Any]) -> str:
 
 def check_training(start: Start) -> None:
     """Raises InputError if the log has not what `train` writes, or a configuration that it does not know."""
-    missing = [name for name in ("config", "width", "mini_batch_size") if name not in start.attributes]
-    if missing:
-        raise InputError(f"{start.run.path} has no {missing[0]!r}: is it the log of a training?")
+    start.check_has("config", "width", "mini_batch_size")
     if start.depth * start.width != start.ranks:
         raise InputError(f"{start.run.path} has {start.ranks} ranks with depth={start.depth} and width={start.width}")
 

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
@@ -152,6 +152,7 @@ def _bits(error: BaseException | None) -> int:
 
 def _end(rank: int, what: str, limit_s: float) -> None:
     text = f"chimera-mpi: rank {rank} hangs in MPI, in {what} after the death of a rank, for {limit_s:.0f} s: it ends"
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
     faulthandler.dump_traceback()
     os._exit(1)

@@ -293,7 +293,8 @@ def awaited(schedule: Schedule, grid: Grid, op: Op) -> str:
 
 def _end_by(world: Comm) -> Callable[[str], None]:
     def end(text: str) -> None:
-        print(f"chimera-mpi: {text}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(f"chimera-mpi: {text}", file=sys.stderr, flush=True)
         time.sleep(0.5)  # launchers drop what a rank wrote just before it aborts
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             world.Abort(1)

@@ -3,6 +3,7 @@
 from .check import check
 from .collector import paused_collector
 from .compatible import check_compatible
+from .depths import UnfitDepth, fit_depth, width_of
 from .list_scheduler import Plan, list_schedule, ordered_for
 from .ops import (
     COMPUTE,
@@ -20,7 +21,6 @@ from .ops import (
     needs,
     repeat,
     walk,
-    width_of,
     without_updates,
 )
 from .schemes import ALIASES, SCHEMES, STREAMS, build, nearest, options_of, used_versions
@@ -48,12 +48,14 @@ __all__ = [
     "Progress",
     "Schedule",
     "ScheduleError",
+    "UnfitDepth",
     "accumulated",
     "build",
     "check",
     "check_compatible",
     "completing",
     "dumps",
+    "fit_depth",
     "forward_only",
     "improve",
     "list_schedule",

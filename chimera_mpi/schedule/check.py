@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 from .collector import paused_collector
 from .explain import rows_around
 from .list_scheduler import peaks
 from .ops import COMPUTE, HOLDS, Kind, Needs, Op, Place, Schedule, ScheduleError, needs, walk
-from .schemes import LIVE, SCHEMES, STREAMS, used_versions
+from .schemes import LIVE, SCHEMES, STREAMS, options_of, used_versions
 
 
 @paused_collector()
@@ -57,6 +57,27 @@ def _check_placement(schedule: Schedule) -> None:
             if holder != worker:
                 why = "there is no such stage" if holder is None else f"worker {holder} holds that stage"
                 raise fault(schedule, worker, at, why)
+
+
+def check_scheme(schedule: Schedule) -> None:
+    """Raises ScheduleError if the stages do not lie where the scheme that it is named after has them."""
+    scheme, depth = schedule.scheme, schedule.depth
+    if scheme not in SCHEMES:
+        return
+    chunks = schedule.stages // depth
+    shape = {"pairs": len(schedule.pipes) // 2, "chunks": chunks, "waves": chunks // 2}
+    options = {option: max(1, shape[option]) for option in options_of(scheme) if option in shape}
+    pipes = SCHEMES[scheme](depth, 1, **options).pipes
+    if (len(schedule.pipes), schedule.stages) != (len(pipes), len(pipes[0])):
+        has, theirs = (f"{len(rows)} x {len(rows[0])}" for rows in (schedule.pipes, pipes))
+        raise ScheduleError(f"{has} pipelines x stages on {depth} workers, where {scheme} has {theirs}: {_ANOTHER}")
+    for (pipe, stage), worker in zip(product(range(len(pipes)), range(schedule.stages)), chain(*pipes), strict=True):
+        if schedule.pipes[pipe][stage] != worker:
+            where = f"worker {schedule.pipes[pipe][stage]} holds stage {stage} of pipeline {pipe}"
+            raise ScheduleError(f"{where}, in {scheme} worker {worker}: {_ANOTHER}")
+
+
+_ANOTHER = "is it another scheme?"
 
 
 def _check_each_op_once(schedule: Schedule) -> None:

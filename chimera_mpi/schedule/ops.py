@@ -129,14 +129,6 @@ class Schedule:
         return _op((Kind.WEIGHT if (pipe, stage, index) in self.split else Kind.BACKWARD, pipe, stage, index))
 
 
-def width_of(ranks: int, depth: int) -> int:
-    """How many pipeline groups of `depth` workers `ranks` ranks make. Raises InputError."""
-    if ranks % depth:
-        fitting = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
-        raise InputError(f"depth {depth} does not divide the {ranks} MPI ranks: try depth = {fitting}")
-    return ranks // depth
-
-
 def needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
     """The ops that must be done before `op`: all the data flow there is in a pipeline.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 
 from .collector import paused_collector
+from .depths import UnfitDepth
 from .list_scheduler import ordered_for
 from .ops import Kind, Op, Place, Schedule, ScheduleError
 from .sync import with_stream_updates, with_updates
@@ -424,9 +425,7 @@ def build(
     known = options_of(name)
     for option in options:
         if option not in known:
-            raise ScheduleError(
-                f"{name} has no option '{option}': its options are {', '.join(['sync', 'costs', *known])}"
-            )
+            raise ScheduleError(f"{name} has no option '{option}': its options are {', '.join(['sync', *known])}")
     schedule = SCHEMES[name](depth, micro_batches, **options)
     return with_updates(schedule, sync) if costs is None else ordered_for(costs, schedule, sync)
 
@@ -446,7 +445,7 @@ def nearest(word: str, words: Iterable[str]) -> str:
 def _need_even(depth: int, scheme: str) -> None:
     if depth % 2:
         fitting = f"depth={depth + 1}" if depth < 2 else f"depth={depth - 1} or depth={depth + 1}"
-        raise ScheduleError(f"{scheme} needs an even depth, not {depth}: try {fitting}")
+        raise UnfitDepth(f"{scheme} needs an even depth, not {depth}", f"try {fitting}")
 
 
 def _need_pairs(depth: int, pairs: int, scheme: str) -> None:

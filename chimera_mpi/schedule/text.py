@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import InputError
-from .check import check, missing_op
+from .check import check, check_scheme, missing_op
 from .ops import COMPUTE, Kind, Op, Place, Schedule
 from .sync import with_updates
 
@@ -36,7 +36,8 @@ def dumps(schedule: Schedule) -> str:
 
 
 def loads(text: str, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
-    """The schedule that `text` describes, checked; raises InputError, with line and cell.
+    """The schedule that `text` describes, checked; raises InputError, with line and cell. If `scheme` is one of the
+    registry, it is held to what that has where, and to what it keeps.
 
     Line endings, a byte order mark, blanks, empty cells and blank lines do not matter. Cells that torch adds
     for what is implied here (messages, sharding, the reduction of gradients) are passed over; two ops that
@@ -56,6 +57,7 @@ def loads(text: str, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
     _check_doubles(cells)
     if missing := missing_op(schedule):
         raise InputError(f"line {lines[schedule.worker(missing)]}: {missing} is missing")
+    check_scheme(schedule)
     return check(with_updates(schedule, sync))
 
 

@@ -10,7 +10,7 @@ from ..config import Config, checked
 from ..errors import InputError
 from ..prediction import predict
 from ..runtime.grid import holders
-from ..train import Job, ordered, plan_job
+from ..train import Job, job_on, ordered
 
 SHAPES = ("pairs", "concat", "chunks", "waves")  # the schemes' own options, which may not fit another depth
 
@@ -46,12 +46,12 @@ def _became(job: Job, scheme: str, depth: int, width: int) -> Job:
     changes: dict[str, object] = {"depth": depth, "micro_batches": micro_batches, "mini_batch_size": samples}
     changes["spares"] = 0  # whoever is left over stands by
     if (scheme, depth) == (config.scheme, config.depth):
-        same = plan_job(_changed(config, **changes), width * depth)
+        same = job_on(_changed(config, **changes), width * depth)
         plan = ordered(same.config, same.plan, job.costs)
         return replace(job, config=same.config, width=width, plan=plan, sizes=same.sizes)
     if config.partition == "measured" or isinstance(config.partition, tuple):
         changes["partition"] = "flops"
-    return plan_job(_changed(config, scheme=scheme, **dict.fromkeys(SHAPES), **changes), width * depth)
+    return job_on(_changed(config, scheme=scheme, **dict.fromkeys(SHAPES), **changes), width * depth)
 
 
 def _changed(config: Config, **changes: object) -> Config:

@@ -118,6 +118,7 @@ class Gradients:
         self.targets = 0.0  # of the mini-batch whose gradients were settled last
         self._pieces: dict[nn.Parameter, torch.Tensor] = {}
         self._of_place: dict[Place, list[Bucket]] = {place: [] for place in stages}
+        self._counts: dict[Place, list[torch.Tensor]] = {place: [] for place in stages}
         self._under_way: list[Sum] = []
         self._memories: list[SharedMemory] = []
         self._started_by: dict[Place, list[Bucket]] = {place: [] for place in stages}
@@ -157,6 +158,8 @@ class Gradients:
         under_way, self._under_way = self._under_way, []
         for each in under_way:
             self.patience.outlive(*each.requests)
+        for counts in self._counts.values():
+            counts.clear()
 
     @property
     def where(self) -> str:
@@ -182,8 +185,8 @@ class Gradients:
         return self._own_buckets[place]
 
     def count(self, place: Place, targets: torch.Tensor) -> None:
-        """Add a micro-batch's number of target tokens to those whose gradients `place` sums."""
-        self._own_buckets[place][0].sum.count += targets
+        """Note a micro-batch's number of target tokens, of those whose gradients `place` sums next."""
+        self._counts[place].append(targets)
 
     @contextmanager
     def filling(self, place: Place) -> Iterator[None]:
@@ -276,6 +279,9 @@ class Gradients:
         return [p for p in trainable(self.stages[place]) if id(p) not in self._tied]
 
     def _start(self, bucket: Bucket, place: Place) -> None:
+        if bucket is self._own_buckets[place][0] and (counts := self._counts[place]):
+            bucket.sum.count += torch.stack(counts).double().sum()
+            counts.clear()
         if bucket.is_ready(place):
             bucket.sum.start()
             self._under_way.append(bucket.sum)

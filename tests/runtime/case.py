@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 from functools import cache, lru_cache
@@ -116,12 +117,25 @@ class Case:
     def share(self, compute):
         """What `compute` returns on the first rank, on all."""
         world, patience = self.grid.world, self.pipeline.patience
-        blob = np.frombuffer(pickle.dumps(compute()), dtype=np.uint8).copy() if world.rank == 0 else None
+        blob = np.frombuffer(pickled(compute()), dtype=np.uint8).copy() if world.rank == 0 else None
         size = np.array([len(blob) if blob is not None else 0])
         patience.wait(world.Ibcast(size))
         blob = np.empty(size[0], dtype=np.uint8) if blob is None else blob
         patience.wait(world.Ibcast(blob))
         return pickle.loads(blob.tobytes())
+
+
+class Pickler(pickle.Pickler):
+    """Tensors as arrays, in a tenth of the time that torch takes to make a file of each."""
+
+    def reducer_override(self, value):
+        return (torch.tensor, (value.numpy(),)) if type(value) is torch.Tensor else NotImplemented
+
+
+def pickled(value):
+    blob = io.BytesIO()
+    Pickler(blob).dump(value)
+    return blob.getvalue()
 
 
 def cancel(mailbox):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations, product
 from typing import Any
 
@@ -14,9 +14,15 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]  # two factors in their order, wi
 Rule = Callable[..., bool]  # whether the values of the factors that its parameters name go together
 
 
+@cache
+def names_of(rule: Rule) -> tuple[str, ...]:
+    """The factors that it is about."""
+    return tuple(inspect.signature(rule).parameters)
+
+
 def obeys(rule: Rule, row: Row) -> bool:
     """Whether `row` breaks no rule, as far as it goes."""
-    names = inspect.signature(rule).parameters
+    names = names_of(rule)
     return not all(name in row for name in names) or rule(**{name: row[name] for name in names})
 
 

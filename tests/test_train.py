@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,16 +48,30 @@ def serial(folder):
     return read_run(folder / "serial.h5")
 
 
-@pytest.mark.parametrize(
-    ("scheme", "depth", "ranks", "micro_batches", "order"),
-    [("chimera", 4, 4, 4, "drawn"), ("chimera", 2, 4, 2, "drawn"), ("zb_v", 2, 2, 4, "costs")],
-)
-def test_the_log_is_that_of_one_process(folder, serial, scheme, depth, ranks, micro_batches, order):
-    name = f"{scheme}-{depth}-{ranks}.h5"
-    options = (f"scheme={scheme}", f"depth={depth}", f"micro_batches={micro_batches}", f"order={order}")
-    done = train(ranks, folder, name, *options)
-    assert done.returncode == 0, done.stderr
-    run = read_run(folder / name)
+LAYOUTS = {  # ranks and keys
+    "four-workers.h5": (4, "scheme=chimera", "depth=4", "micro_batches=4"),
+    "two-groups.h5": (4, "scheme=chimera", "depth=2", "micro_batches=2"),
+    "by-costs.h5": (2, "scheme=zb_v", "depth=2", "micro_batches=4", "order=costs"),
+}
+
+
+@pytest.fixture(scope="module")
+def logged(folder):
+    """The log of a layout, which is trained when it is first asked for."""
+
+    @cache
+    def path_of(name):
+        ranks, *keys = LAYOUTS[name]
+        done = train(ranks, folder, name, *keys)
+        assert done.returncode == 0, done.stderr
+        return folder / name
+
+    return path_of
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_log_is_that_of_one_process(logged, serial, name):
+    run = read_run(logged(name))
     for column in ("loss", "grad_norm", "learning_rate"):
         np.testing.assert_allclose(run.steps[column], serial.steps[column], rtol=1e-9)
     np.testing.assert_allclose(run.evaluations["loss"], serial.evaluations["loss"], rtol=1e-9)
@@ -69,7 +84,7 @@ def test_the_log_is_that_of_one_process(folder, serial, scheme, depth, ranks, mi
         serial.steps["flops_per_s"] * serial.steps["seconds"] / run.steps["seconds"],
         rtol=1e-5,
     )
-    assert run.workers["compute_s"].shape == (STEPS, ranks)
+    assert run.workers["compute_s"].shape == (STEPS, LAYOUTS[name][0])
     assert all((run.workers[column] >= 0).all() for column in run.workers)
     assert ((run.steps["bubble_ratio"] >= 0) & (run.steps["bubble_ratio"] < 1)).all()
 
@@ -86,9 +101,9 @@ def test_sixteen_ranks_on_few_cores(folder):
     np.testing.assert_allclose(sixteen.steps["grad_norm"], alone.steps["grad_norm"], rtol=1e-9)
 
 
-@pytest.mark.parametrize("log", ["chimera-4-4.h5", "zb_v-2-2.h5"])
-def test_the_spans_are_those_of_the_schedule(folder, serial, log):
-    run = read_run(folder / log)
+@pytest.mark.parametrize("name", ["four-workers.h5", "by-costs.h5"])
+def test_the_spans_are_those_of_the_schedule(logged, name):
+    run = read_run(logged(name))
     schedule = report.plan_of(run).schedule
     assert run.sampled_steps == (1, 3, 5)
     for step in run.sampled_steps:
@@ -100,8 +115,8 @@ def test_the_spans_are_those_of_the_schedule(folder, serial, log):
             assert all(span.start_s > starts[need] for need in needs(schedule, span.op))
 
 
-def test_the_end_of_a_run_is_its_report(folder, capsys):
-    assert main(["report", str(folder / "chimera-4-4.h5"), "--svg", str(folder / "step.svg")]) == 0
+def test_the_end_of_a_run_is_its_report(folder, logged, capsys):
+    assert main(["report", str(logged("four-workers.h5")), "--svg", str(folder / "step.svg")]) == 0
     out = capsys.readouterr().out
     for words in ("validation", "unigram entropy", "samples/s", "planned", "measured", "1f1b planned", "F0"):
         assert words in out
@@ -110,9 +125,9 @@ def test_the_end_of_a_run_is_its_report(folder, capsys):
     assert (folder / "step.svg").read_text().startswith("<svg")
 
 
-def test_the_log_has_the_memory_that_was_predicted(folder, serial):
+def test_the_log_has_the_memory_that_was_predicted(logged):
     """Of each worker, by parts; the process grew by it and by what torch and MPI keep."""
-    run = read_run(folder / "chimera-4-4.h5")
+    run = read_run(logged("four-workers.h5"))
     predicted = json.loads(run.attributes["predicted_memory"])
     assert len(predicted) == 4 and run.attributes["machine"] == "none"
     numbers = sum(worker["weights_bytes"] for worker in predicted) / 8

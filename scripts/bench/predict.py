@@ -4,9 +4,10 @@ Emulated compute: stages that sleep, so that ranks may share cores; what is pred
 they add up. Real compute: a GPT on two ranks, from its layers as calibrated.
 
 What a model cannot know is that the machine becomes slower or faster after the calibration, as a virtual one does when
-its neighbours wake. So each round calibrates anew, and of real compute a pace is taken, right after the calibration and
-around each scheme: the seconds of a data-parallel step, in which there is nothing of a pipeline to predict. What the
-pace has changed by is in the prediction; the tables tell it beside what is predicted without.
+its neighbours wake, within seconds. So each round calibrates anew, and of real compute each step is followed by one of
+a pacemaker: data parallelism, in which there is nothing of a pipeline to predict. What its step takes over what is
+predicted for it is the pace, by which a prediction is multiplied: it says how well schemes are told from each other.
+The tables also have what is predicted without.
 
   python scripts/bench/predict.py --emulated 4 8 --real 2 --rounds 3
 """
@@ -17,7 +18,7 @@ import argparse
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,6 @@ from chimera_mpi.errors import InputError
 from chimera_mpi.predict.estimate import Choice, Estimate, estimate
 from chimera_mpi.predict.machine import Compute, Machine, Point, read_machine
 from chimera_mpi.predict.work import LayerWork, Work
-from chimera_mpi.runlog import read_run
 from chimera_mpi.schedule import SCHEMES, STREAMS, build
 from chimera_mpi.work import work_of
 
@@ -47,7 +47,8 @@ WARM_UP = 2
 def main() -> None:
     args = arguments()
     if args.rank:
-        emulated_on_a_rank(json.loads(args.rank))
+        asked = json.loads(args.rank)
+        real_on_a_rank(**asked["real"]) if "real" in asked else emulated_on_a_rank(asked)
         return
     rows: dict[tuple[str, int, int, str], list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +61,7 @@ def main() -> None:
                         rows[key].append(row)
                         share = row["predicted_s"] / row["measured_s"]
                         said = "{} D={} N={} {}".format(*key)
-                        told = f"predicted {share:.3f} of it, at {row['pace']:.2f} times the calibration's pace"
+                        told = f"predicted {share:.3f} of it, with a pace of {row['pace']:.2f}"
                         print(f"{said}: {1e3 * row['measured_s']:.1f} ms, {told}", flush=True)
     summary = []
     for kind, depth, micro_batches in dict.fromkeys(key[:3] for key in rows):
@@ -125,33 +126,72 @@ def real(args: argparse.Namespace, depth: int, folder: Path) -> Iterator[dict[st
     keys, micro_batches = [*MODEL, *args.keys], args.micro_batches or 4
     config = load("gpt-tiny", keys)
     work = work_of(config)
-    run = partial(trained, depth, [*keys, f"micro_batches={micro_batches}"], args.steps, folder)
     machine = calibrated(depth, folder, args.quick, "gpt-tiny", *keys)
-    at_first_s = before_s = run("1f1b", 1)
-    for scheme in args.schemes:
-        choice = Choice(scheme, depth, 1, config.micro_batch_size, micro_batches, sync=config.sync)
-        try:
-            predicted = estimate(work, machine, choice)
-            measured_s = run(scheme, depth)
-        except InputError as error:
-            print(f"left out: {error}")
+    asked = {"schemes": args.schemes, "keys": keys, "micro_batches": micro_batches, "steps": args.steps}
+    told = json.loads(run_ours(depth, __file__, "--rank", json.dumps({"real": asked})))
+    alike = Choice("1f1b", 1, depth, config.micro_batch_size, pacemakers(micro_batches, depth), sync=config.sync)
+    pace_s = estimate(work, machine, alike).step_s
+    for scheme, steps in told.items():
+        if isinstance(steps, str):
+            print(f"left out: {steps}")
             continue
-        after_s = run("1f1b", 1)
-        yield row(scheme, micro_batches, measured_s, predicted, (before_s + after_s) / 2 / at_first_s)
-        before_s = after_s
+        choice = Choice(scheme, depth, 1, config.micro_batch_size, micro_batches, sync=config.sync)
+        predicted = estimate(work, machine, choice)
+        paces = [of_pacemaker_s / pace_s for _, of_pacemaker_s in steps]
+        # A pair of steps tells what one would have taken at the pace of the calibration.
+        steady_s = median(seconds / pace for (seconds, _), pace in zip(steps, paces, strict=True))
+        pace = median(paces)
+        yield row(scheme, micro_batches, steady_s * pace, predicted, pace)
 
 
-def trained(ranks: int, keys: Sequence[str], steps: int, folder: Path, scheme: str, depth: int) -> float:
-    """Seconds of a step, the median."""
-    log = folder / "run.h5"
-    log.unlink(missing_ok=True)
-    shape = [f"scheme={scheme}", f"depth={depth}", f"steps={steps + WARM_UP}"]
-    run_ours(ranks, "-m", "chimera_mpi", "train", "gpt-tiny", *keys, *shape, "eval_every=1000", f"log={log}")
-    return median(read_run(log).steps["seconds"][WARM_UP:].tolist())
+def real_on_a_rank(schemes: Sequence[str], keys: Sequence[str], micro_batches: int, steps: int) -> None:
+    """Steps of each scheme in turns with those of the pacemaker; rank 0 prints their seconds as JSON."""
+    import torch
+    from mpi4py import MPI
+
+    from chimera_mpi.host import keep_freed_memory
+    from chimera_mpi.models.emulated import Sleeper
+    from chimera_mpi.runtime.grid import Grid
+    from chimera_mpi.runtime.rehearsal import StepTimer
+    from chimera_mpi.runtime.tensors import token_specs
+    from chimera_mpi.tasks import random_corpus
+    from chimera_mpi.train import Part, plan_job, read_micro_batch
+
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    world = MPI.COMM_WORLD
+    whole = Grid(world, 1)
+    timer = StepTimer(whole.world, whole.node.patience, Sleeper())
+
+    def stepping(scheme: str, depth: int, number: int) -> Callable[[int], float]:
+        shape = [f"scheme={scheme}", f"depth={depth}", f"micro_batches={number}"]
+        config = load("gpt-tiny", [*keys, *shape])
+        job = plan_job(config, world.size)
+        part = Part(Grid(world, depth), job, lambda size: token_specs(size, config.sequence_length), guards=True)
+        batches = job.task.batches(random_corpus(config, job.task), job.sizes, config.seed)
+        feed = part.feed(partial(read_micro_batch, batches), 0)
+        return lambda step: timer.time(lambda: part.pipeline.run(feed, step, lambda _: 1e-4)).seconds
+
+    pace = stepping("1f1b", 1, pacemakers(micro_batches, world.size))
+    found: dict[str, list[tuple[float, float]] | str] = {}
+    for scheme in schemes:
+        try:
+            step = stepping(scheme, world.size, micro_batches)
+        except InputError as error:
+            found[scheme] = str(error)
+            continue
+        found[scheme] = [(step(number), pace(number)) for number in range(WARM_UP + steps)][WARM_UP:]
+    if world.rank == 0:
+        print(json.dumps(found))
+
+
+def pacemakers(micro_batches: int, ranks: int) -> int:
+    """The micro-batches of each rank that make up the same mini-batch without a pipeline."""
+    return max(micro_batches // ranks, 1)
 
 
 def row(scheme: str, micro_batches: int, measured_s: float, predicted: Estimate, pace: float = 1.0) -> dict[str, Any]:
-    """`pace`: how many times as long as at the calibration the same takes."""
+    """`pace`: how many times as long as predicted a step without a pipeline takes."""
     return {
         "scheme": scheme,
         "micro_batches": micro_batches,

@@ -446,7 +446,7 @@ class Run:
         self.herald.abandon()
         self.pipeline.abandon()
         if self.grid.bell:
-            self.grid.bell.abandon()
+            self.grid.bell.close()
 
     def _advance(self, steps: range) -> int:
         """Carry out the schedule once, evaluate when it is time, log and tell. BROKE where a loss or gradients were not

@@ -92,33 +92,40 @@ class Doorbell:
     finds out late.
     """
 
-    def __init__(self, listener: socket.socket, memory: SharedMemory, neighbours: Mapping[int, Neighbour]):
-        """`neighbours` are the ranks that can be reached."""
-        self.listener, self.memory, self.neighbours = listener, memory, neighbours
+    def __init__(
+        self,
+        listener: socket.socket,
+        own: Neighbour,
+        neighbours: Mapping[int, Neighbour],
+        memory: SharedMemory | None = None,
+    ):
+        """`neighbours` are the ranks that can be reached; `memory` is where they all see who listens."""
+        self.listener, self.own, self.neighbours, self.memory = listener, own, neighbours, memory
 
     @staticmethod
-    def between(comm: MPI.Intracomm, node: MPI.Intracomm) -> Doorbell | None:
+    def between(comm: MPI.Intracomm, node: MPI.Intracomm, survives: bool = False) -> Doorbell | None:
         """A doorbell of each rank of `comm` that has neighbours, which are `node`; None where rings do not arrive,
-        as in containers that share memory but no network. Collective over `node`.
+        as in containers that share memory but no network. One that `survives` its neighbours shares no memory with
+        them, which the dead could not give back: all are rung for. Collective over `node`.
         """
         listener = _listener() if node.size > 1 else None
         everyone = node.allgather(listener and listener.getsockname())
         if listener and None not in everyone:
-            memory = SharedMemory(node, 1, 0)
+            memory = None if survives else SharedMemory(node, 1, 0)
+            words = memory.words if memory else [memoryview(bytearray(b"1")) for _ in everyone]
             ranks = node.group.Translate_ranks(None, comm.group)
-            neighbours = dict(zip(ranks, map(Neighbour, everyone, memory.words), strict=True))
-            del neighbours[comm.rank]
-            bell = Doorbell(listener, memory, neighbours)
+            neighbours = dict(zip(ranks, map(Neighbour, everyone, words), strict=True))
+            bell = Doorbell(listener, neighbours.pop(comm.rank), neighbours, memory)
             if bell._is_heard(node):
                 return bell
-            memory.close()
-        if listener:
+            bell.close()
+        elif listener:
             listener.close()
         return None
 
     def _is_heard(self, node: MPI.Intracomm) -> bool:
         """Whether each rank hears its neighbour, which says who it is: elsewhere others may have the same addresses."""
-        after = node.allgather(self.listener.getsockname())[(node.rank + 1) % node.size]
+        after = node.allgather(self.own.address)[(node.rank + 1) % node.size]
         with suppress(OSError):
             self.listener.sendto(b"%d" % node.rank, after)
         node.Barrier()
@@ -131,7 +138,7 @@ class Doorbell:
         """The same one for the ranks of `part`, a part of the communicator `own` that this one is for."""
         ranks = enumerate(part.group.Translate_ranks(None, own.group))
         near = {at: self.neighbours[rank] for at, rank in ranks if rank in self.neighbours}
-        return Doorbell(self.listener, self.memory, near)
+        return Doorbell(self.listener, self.own, near, self.memory)
 
     def ring(self, rank: int) -> None:
         """Wake `rank`, if it can be reached and listens."""
@@ -143,12 +150,11 @@ class Doorbell:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Within it others ring. What they did before is to be looked for once it has begun."""
-        own = self.memory.words[self.memory.rank]
-        own[0] = 1
+        self.own.listens[0] = 1
         try:
             yield
         finally:
-            own[0] = 0
+            self.own.listens[0] = 0
 
     def wait(self, seconds: float) -> bool:
         """Return when somebody rings, after `seconds` at the latest; whether somebody did."""
@@ -158,13 +164,10 @@ class Doorbell:
         return rung
 
     def close(self) -> None:
-        """Collective over the node."""
+        """Collective over the node, where memory is shared."""
         self.listener.close()
-        self.memory.close()
-
-    def abandon(self) -> None:
-        """`close` without the others, who may be dead. The memory stays."""
-        self.listener.close()
+        if self.memory:
+            self.memory.close()
 
     def _hear(self) -> None:
         with suppress(BlockingIOError):

@@ -98,6 +98,17 @@ def test_nobody_rings_for_who_does_not_listen(comm):
 
 
 @pytest.mark.mpi(2)
+def test_who_may_survive_the_others_shares_nothing_with_them_and_rings_always(comm):
+    bell = Doorbell.between(comm, comm, survives=True)
+    if bell is None:
+        pytest.skip("no doorbell here")
+    assert bell.memory is None
+    bell.ring(1 - comm.rank)
+    rings(bell)
+    bell.close()
+
+
+@pytest.mark.mpi(2)
 def test_nobody_waits_for_who_does_not_hear(comm):
     """A full queue takes no more rings, and one look empties it."""
     bell = bell_of(comm)

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from .commands import module_of
-from .commands._terminal import complain, printing
+from .commands._terminal import ReaderLeft, complain, printing
 from .errors import InputError, RunFailed
 from .schedule import nearest
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as error:
         complain(f"chimera-mpi: {error}")
         return 1
-    except BrokenPipeError:  # the reader has had enough
+    except ReaderLeft:
         return 0
     except KeyboardInterrupt:
         return 130

@@ -257,7 +257,7 @@ def _check_survival(config: Config) -> None:
         )
 
 
-def fitted(config: Config, ranks: int, make: Callable[[Config, int], T]) -> T:
+def fitting_depth(config: Config, ranks: int, make: Callable[[Config, int], T]) -> T:
     """What `make` makes of `config` on those of `ranks` ranks that are not spare. Raises InputError, which says of a
     depth that does not fit which would."""
 

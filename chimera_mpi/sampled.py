@@ -134,7 +134,7 @@ def _plan(config: str, costs: str, done: int) -> Steps:
     return schedule_of(asked, ordered_by, done)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=16)
 def _wanted(width: int, config: str, costs: str, done: int) -> frozenset[tuple[Any, ...]]:
     return frozenset(
         (replica, worker, op.kind.value.encode(), op.pipe, op.stage, op.index)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from .checkpoint import WEIGHTS, Checkpoint
-from .config import Config, Steps, fitted, profiled, schedule_of
+from .config import Config, Steps, fitting_depth, profiled, schedule_of
 from .data import Corpus, even_sizes
 from .errors import InputError, refusing
 from .models import Model, make_layer
@@ -85,13 +85,13 @@ class Job:
 def plan_job(config: Config, ranks: int, done: int = 0) -> Job:
     """For the steps after the first `done`. Raises InputError if `ranks` ranks, of which some may be spare, cannot do
     what `config` asks; where that is for its depth, it says which they could do."""
-    return fitted(config, ranks, lambda config, workers: job_on(config, workers, done))
+    return fitting_depth(config, ranks, lambda config, workers: job_on(config, workers, done))
 
 
 def job_on(config: Config, workers: int, done: int = 0) -> Job:
     """What `plan_job` makes, on ranks of which none is spare. Raises InputError."""
-    plan = schedule_of(config, done=done)
     width = width_of(workers, config.depth)
+    plan = schedule_of(config, done=done)
     task = task_of(config)
     sizes = _sizes(config, width, plan.micro_batches)
     entering = token_specs(max(sizes), config.sequence_length, task.inputs)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint
-from .config import Config, Steps, checked, fitted, schedule_on
+from .config import Config, Steps, checked, fitting_depth, schedule_on
 from .data import even_sizes
 from .errors import InputError, refusing
 from .models import Model, as_model, make_layer, named_layers
@@ -384,7 +384,7 @@ def _understand(ranks: int, learning_rate: Any, keys: dict[str, Any]) -> tuple[C
             f"{config.scheme} updates within a stream of mini-batches, a Trainer after each one: "
             "take another scheme, such as 1f1b or chimera"
         )
-    return config, fitted(config, ranks, schedule_on), _rule(config, learning_rate)
+    return config, fitting_depth(config, ranks, schedule_on), _rule(config, learning_rate)
 
 
 def _rule(config: Config, learning_rate: Any) -> Callable[[int], float]:

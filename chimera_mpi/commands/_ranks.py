@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, RunFailed
-from ._terminal import complain, printing, say
+from ._terminal import ReaderLeft, complain, printing, say
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -61,7 +61,7 @@ def ending_together(world: Any) -> Iterator[None]:
             yield
     except InputError:
         raise
-    except BrokenPipeError:
+    except ReaderLeft:
         if world.size > 1:
             end_all(world, 1, "")
         raise

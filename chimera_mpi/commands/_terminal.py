@@ -52,30 +52,34 @@ def mute() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class ReaderLeft(Exception):
+    """Who reads stdout (`| head`) has had enough."""
+
+
 @contextmanager
 def printing() -> Iterator[None]:
-    """What cannot be printed within is a RunFailed, unless its reader (`| head`) has left: that stays a
-    BrokenPipeError. Nothing is printed after either."""
+    """What cannot be printed within is a RunFailed, or a ReaderLeft. Nothing is printed after either: what is still
+    buffered must not fail again at exit."""
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
-        mute()  # what is still buffered must not fail again at exit
-        raise
     except OSError:
-        if not (reason := _unprintable()):
+        if not (why := _unprintable()):
             raise
         mute()
+        if isinstance(why, BrokenPipeError):
+            raise ReaderLeft from None
+        reason = why.strerror or str(why)
         raise RunFailed(f"stdout cannot be written ({reason}): direct it to where there is room") from None
 
 
-def _unprintable() -> str:
-    """Why nothing can be printed, if so."""
+def _unprintable() -> OSError | None:
+    """Why what has been printed cannot be written, if so."""
     try:
-        print(flush=True)
+        sys.stdout.flush()
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        return error
+    return None
 
 
 def say(text: str, end: str = "\n") -> None:

@@ -283,8 +283,8 @@ def _refuse_what_would_fail(settings: Settings) -> None:
     """Raises InputError now for what the job would find only after it has waited in the queue."""
     if not os.path.isfile(settings.env):
         raise InputError(f"there is no {settings.env}: name your cluster's by --env, or run this where it lies")
-    from ..config import fitted, load, schedule_on
+    from ..config import fitting_depth, load, schedule_on
 
     config = load(settings.config, settings.keys)
     if settings.what == "train":  # a plan has a depth and a scheme of its own
-        fitted(config, settings.ranks, schedule_on)
+        fitting_depth(config, settings.ranks, schedule_on)

@@ -166,6 +166,7 @@ class Doorbell:
     def close(self) -> None:
         """Collective over the node, where memory is shared."""
         self.listener.close()
+        self.neighbours = {}
         if self.memory:
             self.memory.close()
 

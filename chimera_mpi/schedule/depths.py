@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from math import log
 from typing import TypeVar
 
 from ..errors import InputError
@@ -11,12 +12,14 @@ from .ops import ScheduleError
 
 T = TypeVar("T")
 
+TRIED = 6  # depths, those next to the one that was asked for: what is made of each may take a second
+
 
 class UnfitDepth(ScheduleError):
     """A depth that a scheme, a model or a number of ranks cannot have. `remedy` knows of that one alone."""
 
-    def __init__(self, fault: str, remedy: str):
-        super().__init__(f"{fault}: {remedy}")
+    def __init__(self, fault: str, remedy: str = ""):
+        super().__init__(f"{fault}: {remedy}" if remedy else fault)
         self.fault = fault
 
 
@@ -42,7 +45,8 @@ def fit_depth(depth: int, ranks: int, spares: int, make: Callable[[int, int], T]
 
 
 def _remedy(depth: int, ranks: int, spares: int, make: Callable[[int, int], object]) -> str:
-    if fitting := [str(other) for other in _divisors(ranks) if _makes(make, other, ranks)]:
+    near = sorted(_divisors(ranks), key=lambda other: abs(log(other / max(depth, 1))))[:TRIED]
+    if fitting := [str(other) for other in sorted(near) if _makes(make, other, ranks)]:
         return f"try depth = {', '.join(fitting)}"
     beside = f" beside spares={spares}" if spares else ""
     no_depth = f"with all else as asked no depth fits {ranks} rank{'s' * (ranks > 1)}{beside}"

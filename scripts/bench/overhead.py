@@ -142,6 +142,7 @@ def on_a_rank(asked: dict[str, Any]) -> None:
             row["steps_s"].append(step_timer.time(partial(act, rehearsal, row["acting_s"])).seconds)
     if world.rank == 0:
         print(json.dumps({"rows": rows, "profile": top(profiler)}))
+    grid.close()
 
 
 def work(schedule: Schedule) -> dict[str, int]:

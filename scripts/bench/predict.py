@@ -140,8 +140,8 @@ def real(args: argparse.Namespace, depth: int, folder: Path) -> Iterator[dict[st
         paces = [of_pacemaker_s / pace_s for _, of_pacemaker_s in steps]
         # A pair of steps tells what one would have taken at the pace of the calibration.
         steady_s = median(seconds / pace for (seconds, _), pace in zip(steps, paces, strict=True))
-        pace = median(paces)
-        yield row(scheme, micro_batches, steady_s * pace, predicted, pace)
+        measured_s = median(seconds for seconds, _ in steps)
+        yield row(scheme, micro_batches, measured_s, predicted, measured_s / steady_s)
 
 
 def real_on_a_rank(schemes: Sequence[str], keys: Sequence[str], micro_batches: int, steps: int) -> None:
@@ -160,14 +160,15 @@ def real_on_a_rank(schemes: Sequence[str], keys: Sequence[str], micro_batches: i
     torch.set_num_threads(1)
     keep_freed_memory()
     world = MPI.COMM_WORLD
-    whole = Grid(world, 1)
-    timer = StepTimer(whole.world, whole.node.patience, Sleeper())
+    grids = [Grid(world, 1)]
+    timer = StepTimer(grids[0].world, grids[0].node.patience, Sleeper())
 
     def stepping(scheme: str, depth: int, number: int) -> Callable[[int], float]:
         shape = [f"scheme={scheme}", f"depth={depth}", f"micro_batches={number}"]
         config = load("gpt-tiny", [*keys, *shape])
         job = plan_job(config, world.size)
-        part = Part(Grid(world, depth), job, lambda size: token_specs(size, config.sequence_length), guards=True)
+        grids.append(Grid(world, depth))
+        part = Part(grids[-1], job, lambda size: token_specs(size, config.sequence_length), guards=True)
         batches = job.task.batches(random_corpus(config, job.task), job.sizes, config.seed)
         feed = part.feed(partial(read_micro_batch, batches), 0)
         return lambda step: timer.time(lambda: part.pipeline.run(feed, step, lambda _: 1e-4)).seconds
@@ -183,6 +184,8 @@ def real_on_a_rank(schemes: Sequence[str], keys: Sequence[str], micro_batches: i
         found[scheme] = [(step(number), pace(number)) for number in range(WARM_UP + steps)][WARM_UP:]
     if world.rank == 0:
         print(json.dumps(found))
+    for grid in grids:
+        grid.close()
 
 
 def pacemakers(micro_batches: int, ranks: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shutil
 import sys
@@ -52,6 +53,9 @@ def mute() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+OF_STDOUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}  # what may come of printing
+
+
 class ReaderLeft(Exception):
     """Who reads stdout (`| head`) has had enough."""
 
@@ -63,8 +67,8 @@ def printing() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except OSError:
-        if not (why := _unprintable()):
+    except OSError as error:
+        if error.errno not in OF_STDOUT or error.filename or not (why := _unprintable()):
             raise
         mute()
         if isinstance(why, BrokenPipeError):
@@ -74,9 +78,9 @@ def printing() -> Iterator[None]:
 
 
 def _unprintable() -> OSError | None:
-    """Why what has been printed cannot be written, if so."""
+    """Why nothing can be printed, if so."""
     try:
-        sys.stdout.flush()
+        print(flush=True)
     except OSError as error:
         return error
     return None

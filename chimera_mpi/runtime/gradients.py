@@ -15,8 +15,7 @@ from torch import nn
 
 from ..schedule import Place, Schedule
 from .grid import Comm, Grid, Nearby, free_shared_bytes, holders
-from .reduction import Layout, StagedSum, Sum, by_messages, in_shared_memory, zeros
-from .shared_memory import SharedMemory
+from .reduction import Layout, SharedMemory, StagedSum, Sum, by_messages, in_shared_memory, zeros
 from .stage import Stage
 from .staging import Direct, Staging
 from .waiting import Patience

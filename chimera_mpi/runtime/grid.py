@@ -33,7 +33,7 @@ class Grid:
         self.pipeline = cast(Comm, self.world.Split(self.replica, self.worker))
         self.node = find_node(self.world)
         self.patience = replace(self.node.patience, alarm=self._heed) if survives else self.node.patience
-        self.bell = self._bell(survives)
+        self.bell = self._bell()
         self._groups: dict[tuple[int, ...], Comm] = {}
         self._nearby: dict[int, Nearby | None] = {}
         self.closing: list[Callable[[], None]] = []
@@ -66,9 +66,9 @@ class Grid:
         """A doorbell by the ranks of one of this grid's communicators."""
         return self.bell and self.bell.among(self.world, part)
 
-    def _bell(self, survives: bool) -> Doorbell | None:
+    def _bell(self) -> Doorbell | None:
         node = self.together(self.world)
-        bell = Doorbell.between(self.world, node, survives)
+        bell = Doorbell.between(self.world, node)
         node.Free()
         return bell
 

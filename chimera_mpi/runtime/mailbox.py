@@ -176,7 +176,7 @@ class Mailbox:
             return self._to_self.pop(op)
         self._post()
         arrival = self._arriving.pop(op)
-        bell = self.bell if self.bell and self._routes[op].source in self.bell.neighbours else None
+        bell = self.bell if self.bell and self._routes[op].source in self.bell.addresses else None
         if self.delivery.verify:
             self.push()
             arrival.verify(op, self.patience)

@@ -6,15 +6,12 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from mpi4py import MPI
-
-from .shared_memory import SharedMemory
 
 MOST_FILES = 1024  # that select() can watch
 
@@ -45,22 +42,13 @@ class Patience:
         """Return once `done()`, which drives MPI's progress by itself."""
         if done():
             return
-        spun = time.perf_counter() + self.spin_s
-        while time.perf_counter() < spun:
-            if done():
-                return
-        if bell:
-            with bell.listening():
-                self._nap_until(done, bell.wait, 1.5)
-        else:
-            self._nap_until(done, _sleep, 1.05)
-
-    def _nap_until(self, done: Callable[[], bool], sleep: Callable[[float], bool], growth: float) -> None:
-        nap, spun = self.nap_s, 0.0
+        sleep, growth = (bell.wait, 1.5) if bell else (_sleep, 1.05)
+        nap = self.nap_s
+        awake = time.perf_counter()
         while not done():
-            if time.perf_counter() > spun:
+            if time.perf_counter() - awake > self.spin_s:
                 if sleep(nap):
-                    spun = time.perf_counter() + self.spin_s
+                    awake = time.perf_counter()
                 nap = min(nap * growth, self.longest_nap_s)
                 if self.alarm:
                     self.alarm()
@@ -76,56 +64,37 @@ class Patience:
             replace(self, alarm=None).until(partial(_has_ended, request))
 
 
-class Neighbour(NamedTuple):
-    """A rank of the same node: where it hears rings, and a word that is not zero while it listens."""
-
-    address: bytes
-    listens: memoryview
-
-
 class Doorbell:
     """Wakes ranks of this node that wait for something from this one, and this one when another rings.
 
-    A ring is an empty datagram, sent only to who listens: one that comes while nobody waits costs both sides as much as
-    the message that it tells of. It may come early, late or not at all: whoever waits looks for himself. Without rings
+    A ring is an empty datagram. It may come early, late or not at all: whoever waits looks for himself. Without rings
     a rank that waits must wake and poll, so often that it takes time from those that compute, or so seldom that it
     finds out late.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        own: Neighbour,
-        neighbours: Mapping[int, Neighbour],
-        memory: SharedMemory | None = None,
-    ):
-        """`neighbours` are the ranks that can be reached; `memory` is where they all see who listens."""
-        self.listener, self.own, self.neighbours, self.memory = listener, own, neighbours, memory
+    def __init__(self, listener: socket.socket, addresses: Mapping[int, bytes]):
+        """`addresses` are those of the ranks that can be reached."""
+        self.listener, self.addresses = listener, addresses
 
     @staticmethod
-    def between(comm: MPI.Intracomm, node: MPI.Intracomm, survives: bool = False) -> Doorbell | None:
+    def between(comm: MPI.Intracomm, node: MPI.Intracomm) -> Doorbell | None:
         """A doorbell of each rank of `comm` that has neighbours, which are `node`; None where rings do not arrive,
-        as in containers that share memory but no network. One that `survives` its neighbours shares no memory with
-        them, which the dead could not give back: all are rung for. Collective over `node`.
+        as in containers that share memory but no network. Collective over `node`.
         """
         listener = _listener() if node.size > 1 else None
         everyone = node.allgather(listener and listener.getsockname())
         if listener and None not in everyone:
-            memory = None if survives else SharedMemory(node, 1, 0)
-            words = memory.words if memory else [memoryview(bytearray(b"1")) for _ in everyone]
-            ranks = node.group.Translate_ranks(None, comm.group)
-            neighbours = dict(zip(ranks, map(Neighbour, everyone, words), strict=True))
-            bell = Doorbell(listener, neighbours.pop(comm.rank), neighbours, memory)
+            addresses = dict(zip(node.group.Translate_ranks(None, comm.group), everyone, strict=True))
+            bell = Doorbell(listener, {rank: address for rank, address in addresses.items() if rank != comm.rank})
             if bell._is_heard(node):
                 return bell
-            bell.close()
-        elif listener:
+        if listener:
             listener.close()
         return None
 
     def _is_heard(self, node: MPI.Intracomm) -> bool:
         """Whether each rank hears its neighbour, which says who it is: elsewhere others may have the same addresses."""
-        after = node.allgather(self.own.address)[(node.rank + 1) % node.size]
+        after = node.allgather(self.listener.getsockname())[(node.rank + 1) % node.size]
         with suppress(OSError):
             self.listener.sendto(b"%d" % node.rank, after)
         node.Barrier()
@@ -137,24 +106,13 @@ class Doorbell:
     def among(self, own: MPI.Intracomm, part: MPI.Intracomm) -> Doorbell:
         """The same one for the ranks of `part`, a part of the communicator `own` that this one is for."""
         ranks = enumerate(part.group.Translate_ranks(None, own.group))
-        near = {at: self.neighbours[rank] for at, rank in ranks if rank in self.neighbours}
-        return Doorbell(self.listener, self.own, near, self.memory)
+        return Doorbell(self.listener, {at: self.addresses[rank] for at, rank in ranks if rank in self.addresses})
 
     def ring(self, rank: int) -> None:
-        """Wake `rank`, if it can be reached and listens."""
-        neighbour = self.neighbours.get(rank)
-        if neighbour and neighbour.listens[0]:
+        """Wake `rank`, if it can be reached and waits."""
+        if address := self.addresses.get(rank):
             with suppress(OSError):  # it has not heard the last rings yet, or is gone
-                self.listener.sendto(b"", neighbour.address)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Within it others ring. What they did before is to be looked for once it has begun."""
-        self.own.listens[0] = 1
-        try:
-            yield
-        finally:
-            self.own.listens[0] = 0
+                self.listener.sendto(b"", address)
 
     def wait(self, seconds: float) -> bool:
         """Return when somebody rings, after `seconds` at the latest; whether somebody did."""
@@ -164,11 +122,7 @@ class Doorbell:
         return rung
 
     def close(self) -> None:
-        """Collective over the node, where memory is shared."""
         self.listener.close()
-        self.neighbours = {}
-        if self.memory:
-            self.memory.close()
 
     def _hear(self) -> None:
         with suppress(BlockingIOError):

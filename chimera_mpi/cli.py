@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from .commands import module_of
-from .commands._terminal import ReaderLeft, complain, printing
+from .commands._terminal import ReaderLeft, complain, printing, settle
 from .errors import InputError, RunFailed
 from .schedule import nearest
 
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Once a rank has left with another code than 0, srun --kill-on-bad-exit ends those that are leaving, and their code
     # would be that of the signal.
     atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+    atexit.register(settle)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with printing():

@@ -304,6 +304,27 @@ def test_what_cannot_be_printed_is_one_line_and_exit_code_1(words, stdout, monke
     sys.stdout.close()
 
 
+UNREAD = """
+import atexit, sys
+from chimera_mpi.commands._terminal import complain, settle
+atexit.register(settle)
+sys.stdin.read()  # until nobody reads what follows
+complain("unread")
+sys.stdout.write("unread")
+raise SystemExit(75)
+"""
+
+
+def test_what_nobody_reads_changes_no_exit_code(monkeypatch):
+    """What is still buffered fails again when Python flushes it at exit, and the code would be 120."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen([sys.executable, "-c", UNREAD], **pipes) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert process.wait(60) == 75
+
+
 LONG = "x" * 300  # no file has such a name
 
 

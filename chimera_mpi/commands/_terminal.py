@@ -100,6 +100,17 @@ def complain(text: str, end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
+def settle() -> None:
+    """At exit: what is buffered and cannot be written must not turn the exit code into Python's 120."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except ValueError:  # it is closed
+            pass
+
+
 def _width(word: str) -> int:
     if count(word) > WIDEST:
         raise argparse.ArgumentTypeError(f"must be at most {WIDEST}, not {word}")

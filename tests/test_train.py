@@ -209,7 +209,7 @@ def test_refused_on_all_ranks_by_one_line(folder, overrides, message):
     [
         ({"scheme": "chimera", "depth": 5}, 10, "chimera needs an even depth, not 5: try depth = 2, 10$"),
         ({"scheme": "chimera", "depth": 5}, 5, "no depth fits 5 ranks, start 4 or 8 ranks with depth=4$"),
-        ({"scheme": "chimera", "depth": 3}, 2, "chimera needs an even depth, not 3: try depth = 2$"),
+        ({"scheme": "chimera", "depth": 3}, 2, "depth 3 does not divide the 2 MPI ranks: try depth = 2$"),
         ({"scheme": "chimera", "depth": 1}, 1, "not 1: .* no depth fits 1 rank, start 2 ranks with depth=2$"),
         (
             {"scheme": "chimera", "depth": 2},

@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import NoReturn
 
 from .commands import module_of
-from .commands._terminal import ReaderLeft, complain, printing, settle
-from .errors import InputError, RunFailed
+from .commands._terminal import ReaderLeft, printing, settle
+from .errors import InputError, RunFailed, complain
 from .schedule import nearest
 
 # Each subcommand is the module of that name in `commands/` (`import_` for a word of Python's): to add one, write the

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -19,6 +20,12 @@ class RunFailed(RuntimeError):
     def __init__(self, message: str, on_all: bool = False):
         super().__init__(message)
         self.on_all = on_all
+
+
+def complain(text: str, end: str = "\n") -> None:
+    """Print on stderr, though nobody may read it, or the disk that it goes to be full."""
+    with suppress(OSError):
+        print(text, end=end, file=sys.stderr, flush=True)
 
 
 def refuse_taken(output: Path) -> None:

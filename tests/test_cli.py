@@ -306,7 +306,8 @@ def test_what_cannot_be_printed_is_one_line_and_exit_code_1(words, stdout, monke
 
 UNREAD = """
 import atexit, sys
-from chimera_mpi.commands._terminal import complain, settle
+from chimera_mpi.commands._terminal import settle
+from chimera_mpi.errors import complain
 atexit.register(settle)
 sys.stdin.read()  # until nobody reads what follows
 complain("unread")

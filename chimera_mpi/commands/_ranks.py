@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, RunFailed
-from ._terminal import ReaderLeft, complain, printing, say
+from ..errors import InputError, RunFailed, complain
+from ._terminal import ReaderLeft, printing, say
 
 if TYPE_CHECKING:
     from ..config import Config

@@ -9,7 +9,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from typing import TextIO
 
 from ..errors import RunFailed
 from ._plan import count
@@ -48,9 +49,9 @@ def bar(first: str, *columns: str) -> Iterator[Callable[[str, int, int], None]]:
         yield tell
 
 
-def mute() -> None:
-    """Let all that is printed from now on go nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def mute(stream: TextIO) -> None:
+    """Let all that is printed to it from now on go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 OF_STDOUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}  # what may come of printing
@@ -70,7 +71,7 @@ def printing() -> Iterator[None]:
     except OSError as error:
         if error.errno not in OF_STDOUT or error.filename or not (why := _unprintable()):
             raise
-        mute()
+        mute(sys.stdout)
         if isinstance(why, BrokenPipeError):
             raise ReaderLeft from None
         reason = why.strerror or str(why)
@@ -91,13 +92,7 @@ def say(text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, flush=True)
     except OSError:
-        mute()
-
-
-def complain(text: str, end: str = "\n") -> None:
-    """The same on stderr."""
-    with suppress(OSError):
-        print(text, end=end, file=sys.stderr, flush=True)
+        mute(sys.stdout)
 
 
 def settle() -> None:
@@ -106,7 +101,7 @@ def settle() -> None:
         try:
             stream.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            mute(stream)
         except ValueError:  # it is closed
             pass
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..draw.chart_svg import chart_svg
-from ..errors import InputError
+from ..errors import InputError, complain
 from ..host import keep_freed_memory
 from ..predict.calibrated import (
     DEVICE,
@@ -35,7 +35,6 @@ from ._calibrated import charts, doubts, summary, tables
 from ._devices import find_staging
 from ._plan import check_writable, write
 from ._ranks import ending_together, laid_out, library_name, refuse_singletons, set_threads
-from ._terminal import complain
 
 if TYPE_CHECKING:
     from ..config import Config

@@ -22,11 +22,11 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from ..draw.look import duration
-from ..errors import InputError
+from ..errors import InputError, complain
 from ..schedule import SCHEMES, paused_collector
 from ..timeline import Timeline
 from ._plan import Plan, add_costs, add_order, costs_of, count, parse_scheme, plan
-from ._terminal import columns, complain
+from ._terminal import columns
 from .show import add_files, write_files
 
 EXAMPLE = """\

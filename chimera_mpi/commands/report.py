@@ -24,9 +24,9 @@ from ..draw.chart_svg import chart_svg
 from ..draw.chart_text import chart_text
 from ..draw.look import ASCII
 from ..draw.table import Table, table_text
-from ..errors import InputError
+from ..errors import InputError, complain
 from ._plan import write
-from ._terminal import add_terminal, columns, complain, speaks_unicode, wants_color
+from ._terminal import add_terminal, columns, speaks_unicode, wants_color
 
 if TYPE_CHECKING:
     from ..report import Report

@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import InputError, RunFailed
+from ..errors import InputError, RunFailed, complain
 from ..stopping import AGAIN, LAPS, End, Signals, Stops, TimeLimit, find_limit, save_seconds, share_limit
 from ._desk import Desk
 from ._job import Asked, facts_of, find_asked, fitted, on_rank_0, settle
 from ._keys import listed
 from ._ranks import end_all, ending_together, library_name, refuse_singletons
-from ._terminal import complain, say
+from ._terminal import say
 
 if TYPE_CHECKING:
     from ..config import Config

@@ -14,10 +14,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError
+from ..errors import InputError, complain
 from ..lock import owner, owner_lives
 from ._plan import seconds
-from ._terminal import complain, speaks_unicode
+from ._terminal import speaks_unicode
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions

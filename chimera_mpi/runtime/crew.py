@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
 from mpi4py import MPI
 
-from ..errors import InputError, RunFailed
+from ..errors import InputError, RunFailed, complain
 from .grid import Comm
 from .waiting import Patience
 
@@ -151,8 +150,7 @@ def _bits(error: BaseException | None) -> int:
 
 
 def _end(rank: int, what: str, limit_s: float) -> None:
-    text = f"chimera-mpi: rank {rank} hangs in MPI, in {what} after the death of a rank, for {limit_s:.0f} s: it ends"
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+    after = f"after the death of a rank, for {limit_s:.0f} s: it ends"
+    complain(f"chimera-mpi: rank {rank} hangs in MPI, in {what} {after}")
     faulthandler.dump_traceback()
     os._exit(1)

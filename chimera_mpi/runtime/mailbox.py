@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
-from ..schedule import COMPUTE, Kind, Op, Schedule, messages, needs
+from ..schedule import COMPUTE, Kind, Op, Schedule, from_elsewhere, messages
 from .staging import Direct, Incoming, Outgoing, Spec, Staging, Tensors
 from .waiting import Doorbell, Patience
 
@@ -58,7 +58,7 @@ class Mailbox:
         self._isend = comm.Issend if delivery.synchronous else comm.Isend
         self._mine = [m for m in messages(schedule) if comm.rank in (m.source, m.target)]
         self._expected = [m.op for m in self._mine if m.target == comm.rank != m.source]
-        self._awaited = {op: _from_elsewhere(schedule, op) for op in schedule.orders[comm.rank] if op.kind in COMPUTE}
+        self._awaited = {op: from_elsewhere(schedule, op) for op in schedule.orders[comm.rank] if op.kind in COMPUTE}
         self._ahead: deque[Op] = deque()
         self._arriving: dict[Op, Arrival] = {}
         self._unsent: deque[Letter] = deque()
@@ -205,11 +205,6 @@ class Route(NamedTuple):
             tensor.shape == spec.shape and tensor.dtype is spec.dtype
             for tensor, spec in zip(tensors, self.specs, strict=True)
         )
-
-
-def _from_elsewhere(schedule: Schedule, op: Op) -> tuple[Op, ...]:
-    """What `op` needs of other stages."""
-    return tuple(need for need in needs(schedule, op) if need.stage != op.stage)
 
 
 class Letter(NamedTuple):

@@ -23,7 +23,8 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from ..schedule import Kind, Op, Schedule, needs
+from ..errors import complain
+from ..schedule import Kind, Op, Schedule, from_elsewhere
 from .grid import Comm, Grid, holders
 from .worker import Whereabouts
 
@@ -286,15 +287,13 @@ def awaited(schedule: Schedule, grid: Grid, op: Op) -> str:
         workers = holders(schedule, [op.stage])
         ranks = sorted(group * grid.depth + worker for group in range(grid.width) for worker in workers)
         return f"gradients of stage {op.stage} from ranks {', '.join(map(str, ranks))}, and their norm from all"
-    from_others = [need for need in needs(schedule, op) if need.stage != op.stage]
-    names = [f"{need} from rank {first + schedule.worker(need)}" for need in from_others]
+    names = [f"{need} from rank {first + schedule.worker(need)}" for need in from_elsewhere(schedule, op)]
     return ", ".join(names) or "nothing"
 
 
 def _end_by(world: Comm) -> Callable[[str], None]:
     def end(text: str) -> None:
-        with suppress(OSError):
-            print(f"chimera-mpi: {text}", file=sys.stderr, flush=True)
+        complain(f"chimera-mpi: {text}")
         time.sleep(0.5)  # launchers drop what a rank wrote just before it aborts
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             world.Abort(1)

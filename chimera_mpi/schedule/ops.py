@@ -148,6 +148,11 @@ def needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
     return tuple(Op(Kind.REDUCE, p, stage, index) for p in range(len(schedule.pipes)))
 
 
+def from_elsewhere(schedule: Schedule, op: Op) -> tuple[Op, ...]:
+    """What `op` needs of other stages."""
+    return tuple(need for need in needs(schedule, op) if need.stage != op.stage)
+
+
 def forward_only(schedule: Schedule) -> Schedule:
     """The same pipelines and micro-batches without a way back: an evaluation."""
     forwards = (tuple(op for op in order if op.kind is Kind.FORWARD) for order in schedule.orders)
@@ -175,9 +180,8 @@ def messages(schedule: Schedule) -> Iterator[Message]:
     """
     for worker, order in enumerate(schedule.orders):
         for op in order:
-            for need in needs(schedule, op):
-                if need.stage != op.stage:
-                    yield Message(need, schedule.worker(need), worker)
+            for need in from_elsewhere(schedule, op):
+                yield Message(need, schedule.worker(need), worker)
 
 
 def repeat(schedule: Schedule, steps: int) -> Schedule:

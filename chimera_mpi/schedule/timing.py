@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from .ops import Kind, Op, Schedule, needs, walk
+from .ops import Kind, Op, Schedule, from_elsewhere, needs, walk
 
 
 class OpCosts(Protocol):
@@ -69,8 +69,8 @@ def _targets(schedule: Schedule) -> dict[Op, int]:
     return {
         need: worker
         for worker, op in walk(schedule)
-        for need in needs(schedule, op)
-        if need.stage != op.stage and schedule.worker(need) != worker
+        for need in from_elsewhere(schedule, op)
+        if schedule.worker(need) != worker
     }
 
 

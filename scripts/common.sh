@@ -21,7 +21,7 @@ find_python() {
 # A stamp of what was asked for makes a second call quick.
 set_up() {
     local python extras=test wanted
-    command -v mpiexec >/dev/null || extras=test,mpich
+    case $(command -v mpiexec) in '' | "$venv"/*) extras=test,mpich ;; esac
     wanted="$extras $(cat "$root/setup.cfg" "$root/constraints.txt" | cksum)"
     if [ "$(cat "$venv/.set-up" 2>/dev/null)" != "$wanted" ]; then
         python=$(find_python) || return 1

@@ -399,4 +399,6 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown key {key!r}: {nearest(key, Config.model_fields)}"
     default = Config.model_fields[key].default
+    if default is None or isinstance(default, bool):
+        default = str(default).lower()  # as it is asked for
     return f"{key}={value!r}: {first['msg'][0].lower()}{first['msg'][1:]}; try {key}={default}"

@@ -38,7 +38,7 @@ else:
 T = TypeVar("T")
 
 DEFAULT_DATA = Path("data/corpus.h5")
-
+FLUSH_STEPS = 20  # between the flushes of a stream that no evaluation asks for
 
 Count = Annotated[int, Field(ge=1, le=10**9, strict=True)]
 Number = Annotated[int, Field(ge=0, le=10**9, strict=True)]
@@ -130,7 +130,9 @@ class Config(BaseModel):
     resume: str | None = Field(
         None, description="none; auto: from the last whole checkpoint, if there is one; or a folder: from there"
     )
-    eval_every: Count = Field(20, description="steps")
+    eval_every: Count | None = Field(
+        20, description="steps between evaluations, beside one at the end; none: not even that"
+    )
     eval_mini_batches: Count = 2
     check_replicas: Count | None = Field(None, description="steps between comparisons of all replicas, to the bit")
     spans_every: Count = Field(10, description="steps between those whose spans are logged")
@@ -240,7 +242,7 @@ def _check_survival(config: Config) -> None:
     if config.survive is None:
         for key in ("spares", "survive_scheme"):
             if value := getattr(config, key):
-                raise InputError(f"{key}={value} is for a run that survives the death of ranks: set survive=replicas")
+                raise InputError(f"{key}={value} is of use with survive=replicas only: set that, or leave out {key}")
         return
     for scheme in filter(None, (config.scheme, config.survive_scheme)):
         if scheme not in (known := [*SCHEMES, *ALIASES]):
@@ -310,7 +312,7 @@ def steps_of_stream(config: Config, done: int) -> int:
     """Between its flushes: where `done` is one of the whole run's flushes, those stay."""
 
     def longest(left: int) -> int:
-        return max(n for n in range(1, min(config.eval_every, left) + 1) if left % n == 0)
+        return max(n for n in range(1, min(config.eval_every or FLUSH_STEPS, left) + 1) if left % n == 0)
 
     steps = longest(config.steps)
     return longest(config.steps - done) if done % steps else steps

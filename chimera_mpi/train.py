@@ -465,7 +465,7 @@ class Run:
         table = self._gather([number for row in rows for number in row])
         if _is_due(steps, config.spans_every, config.steps):
             self._log_spans(steps[-1], spans)
-        if config.check_replicas and _is_due(steps, config.check_replicas, config.steps):
+        if _is_due(steps, config.check_replicas, config.steps):
             self.pipeline.check_replicas()
         is_spoilt = not self.pipeline.guards and not self.part.total(*sums).is_finite
         is_due = _is_due(steps, config.eval_every, config.steps) and not is_spoilt
@@ -748,9 +748,9 @@ def learning_rate_of(config: Config) -> LearningRate:
     return LearningRate(config.learning_rate, config.minimum_learning_rate, config.warmup_steps, config.steps)
 
 
-def _is_due(steps: range, every: int, of: int) -> bool:
-    """Whether one of `steps` is the last of all or of `every`."""
-    return steps[-1] + 1 == of or any((step + 1) % every == 0 for step in steps)
+def _is_due(steps: range, every: int | None, of: int) -> bool:
+    """Whether one of `steps` is the last of all or of `every`; with none it never is."""
+    return every is not None and (steps[-1] + 1 == of or any((step + 1) % every == 0 for step in steps))
 
 
 def _step_reports(spans: list[Span], sums: list[Sums], started_s: float, peak_bytes: int) -> list[StepReport]:

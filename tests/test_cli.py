@@ -67,8 +67,10 @@ def test_show_writes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_options_of_schemes_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["show", "chimera", "--depth", "8", "--micro-batches", "8", "--pairs", "2", "--sync", "lazy", "--json"])
-    assert len(json.loads(capsys.readouterr().out)["pipes"]) == 4
+    shape = ["--depth", "8", "--micro-batches", "8", "--json"]
+    for asked in (["chimera", "--pairs", "2", "--sync", "lazy"], ["chimera:pairs=2,sync=lazy"]):
+        main(["show", *asked, *shape])
+        assert len(json.loads(capsys.readouterr().out)["pipes"]) == 4
 
 
 # ---- schedules in files

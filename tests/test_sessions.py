@@ -229,7 +229,7 @@ def test_a_kill_during_a_save_costs_nothing_but_time(train, tmp_path):
 
 @pytest.mark.parametrize(
     ("steps", "eval_every", "done", "stream"),
-    [(35, 6, 5, 5), (20, 10, 0, 10), (20, 10, 5, 5), (20, 10, 19, 1), (7, 3, 0, 1)],
+    [(35, 6, 5, 5), (20, 10, 0, 10), (20, 10, 5, 5), (20, 10, 19, 1), (7, 3, 0, 1), (35, None, 0, 7)],
 )
 def test_a_stream_keeps_its_flushes_where_it_can(steps, eval_every, done, stream):
     assert steps_of_stream(Config(steps=steps, eval_every=eval_every), done) == stream

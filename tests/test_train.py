@@ -161,6 +161,13 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(folder):
     assert (folder / "unread" / "step-00000040").is_dir()
 
 
+def test_a_run_may_do_without_evaluations(folder):
+    done = train(1, folder, "unjudged.h5", "depth=1", "eval_every=none")
+    assert done.returncode == 0, done.stderr
+    run = read_run(folder / "unjudged.h5")
+    assert len(run.steps["step"]) == STEPS and not len(run.evaluations["step"])
+
+
 def test_why_a_run_stopped_is_its_code_though_nobody_reads_it(folder):
     keys = ("depth=1", "log=unheard.h5", "steps=100000", "eval_every=1", "checkpoint=unheard")
     command = [sys.executable, "-m", "chimera_mpi", "train", "small.toml", *keys]

@@ -28,6 +28,7 @@ from ._plan import (
     add_scheme_options,
     costs_of,
     count,
+    parse_scheme,
     scheme_options,
     seconds,
     under,
@@ -104,7 +105,8 @@ def _schedule(args: argparse.Namespace) -> Schedule:
     missing = [option for option, value in shape.items() if value is None]
     if missing:
         raise InputError(f"the following arguments are required: {', '.join(missing)}: see chimera-mpi show --help")
-    return check(build(args.scheme, args.depth, args.micro_batches, **scheme_options(args)))
+    scheme, options = parse_scheme(args.scheme)
+    return check(build(scheme, args.depth, args.micro_batches, **{**scheme_options(args), **options}))
 
 
 def from_file(path: str, sync: str | None, scheme: str | None = None) -> Schedule:

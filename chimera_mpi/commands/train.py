@@ -196,5 +196,5 @@ def _limit(job: Job, began_s: float) -> TimeLimit | None:
 
     config = job.config
     save_s = save_seconds(parameter_count(job.task.model)) if config.checkpoint else 0.0
-    rhythm = max(config.eval_every, config.checkpoint_every or 1, config.check_replicas or 1)
+    rhythm = max(config.eval_every or 1, config.checkpoint_every or 1, config.check_replicas or 1)
     return find_limit(config.time_limit, began_s, os.environ, save_s, max(LAPS, 1 + rhythm))

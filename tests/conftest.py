@@ -54,7 +54,12 @@ if INSIDE in os.environ:
 
     def pytest_runtest_logreport(report):
         if report.when == "call" or report.outcome != "passed":
-            row = {"nodeid": report.nodeid, "outcome": report.outcome, "text": report.longreprtext}
+            row = {
+                "nodeid": report.nodeid,
+                "outcome": report.outcome,
+                "text": report.longreprtext,
+                "seconds": report.duration,
+            }
             _results.write(json.dumps(row) + "\n")
             if report.failed:
                 MPI.COMM_WORLD.Abort(1)
@@ -80,6 +85,7 @@ else:
         def __init__(self, tmp_path_factory):
             self.folder = tmp_path_factory
             self.verdicts: dict[str, str | None] = {}
+            self.seconds: dict[str, float] = {}
 
         def run(self, items: list[pytest.Item]) -> None:
             wanted = {item.nodeid: ranks_of(item) for item in items}
@@ -102,6 +108,7 @@ else:
                 for row in map(json.loads, path.read_text().splitlines()):
                     nodeid = row["nodeid"]
                     started[nodeid] = True
+                    self.seconds[nodeid] = max(self.seconds.get(nodeid, 0.0), row.get("seconds", 0.0))
                     passed[nodeid] += row.get("outcome") in ("passed", "skipped")
                     if row.get("outcome") == "failed":
                         failed.setdefault(nodeid, f"on rank {path.name}:\n{row['text']}")
@@ -128,6 +135,13 @@ else:
         if verdicts[pyfuncitem.nodeid]:
             pytest.fail(verdicts[pyfuncitem.nodeid], pytrace=False)
         return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(item, call):
+        report = yield
+        if call.when == "call" and ranks_of(item):  # not those of the job, which are the first one's
+            report.duration = item.session.mpi_job.seconds.get(item.nodeid, 0.0)
+        return report
 
     @pytest.fixture(scope="session", autouse=True)
     def _mpi_job(request, tmp_path_factory):

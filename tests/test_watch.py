@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -407,7 +408,8 @@ class Terminal:
         command = [sys.executable, "-m", "chimera_mpi", "watch", *words, "--every", "0.1"]
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "70", "LINES": "30", **environment}
         ends = {"stdin": slave, "stdout": slave, "stderr": slave}
-        self.process = subprocess.Popen(command, **ends, env=environment, start_new_session=True)
+        heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where tests run in the background
+        self.process = subprocess.Popen(command, **ends, env=environment, start_new_session=True, preexec_fn=heeds)
         os.close(slave)
         self.output = ""
 

@@ -44,7 +44,7 @@ if INSIDE in os.environ:
     from mpi4py import MPI
 
     _results = open(f"{os.environ[INSIDE]}/{MPI.COMM_WORLD.rank}", "a", buffering=1)  # noqa: SIM115
-    _comms: dict[int, MPI.Comm] = {}
+    _comms: dict[int, MPI.Comm] = {}  # by the number of ranks; the others share one that nobody uses
 
     def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if MPI.COMM_WORLD.rank < ranks_of(item)]
@@ -64,18 +64,26 @@ if INSIDE in os.environ:
             if report.failed:
                 MPI.COMM_WORLD.Abort(1)
 
+    def pytest_runtestloop():
+        """All communicators at once: who comes early to a blocking call spins, on the cores of those who are late."""
+        together(MPI.COMM_WORLD)
+        for n in range(1, MPI.COMM_WORLD.size + 1):
+            _comms[n] = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank < n)
+
+    def pytest_sessionfinish():
+        together(MPI.COMM_WORLD)
+
+    def together(comm):
+        barrier, nap_s = comm.Ibarrier(), 1e-3
+        while not barrier.Test():
+            time.sleep(nap_s)
+            nap_s *= 1.05  # who waits long sits out tests that others do
+        return comm
+
     @pytest.fixture
     def comm(request):
         """The first n ranks, all of them here."""
-        n = ranks_of(request.node)
-        if n not in _comms:
-            group = MPI.COMM_WORLD.group.Incl(range(n))
-            _comms[n] = MPI.COMM_WORLD.Create_group(group, tag=n)
-        barrier, nap_s = _comms[n].Ibarrier(), 1e-3
-        while not barrier.Test():
-            time.sleep(nap_s)
-            nap_s *= 1.05  # who waits long sits out tests that others do, on the same cores
-        return _comms[n]
+        return together(_comms[ranks_of(request.node)])
 
 else:
 

@@ -207,8 +207,8 @@ def test_who_works_heeds_the_crew_and_lets_nobody_wait_for_him(monkeypatch):
         ({"survive_scheme": "pipedream_2bw"}, "pipedream_2bw updates stage by stage"),
         ({"survive_scheme": "chimaera"}, "chimera"),
         ({"optimizer_sharding": "replicas"}, "set optimizer_sharding=none"),
-        ({"survive": None, "spares": 1}, "set survive=replicas"),
-        ({"survive": None, "survive_scheme": "1f1b"}, "set survive=replicas"),
+        ({"survive": None, "spares": 1}, "is of use with survive=replicas only"),
+        ({"survive": None, "survive_scheme": "1f1b"}, "is of use with survive=replicas only"),
     ],
 )
 def test_what_cannot_be_survived_is_refused_with_a_remedy(asked, named):

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from ..errors import InputError
 from .mailbox import pieces
-from .waiting import Patience
+from .waiting import Patience, assemble
 
 T = TypeVar("T")
 
@@ -20,6 +20,7 @@ T = TypeVar("T")
 def agree(world: Any, act: Callable[[], T]) -> T:
     """What `act` returns on this rank, if it raises InputError on none; else the first such error, on all."""
     result, refused = _attempt(act)
+    assemble(world)
     errors = [text for text in world.allgather(refused) if text is not None]
     if errors:
         raise InputError(errors[0])

@@ -23,7 +23,7 @@ from .progress import ProgressThread
 from .stage import Boundaries, Recompute, Stage, Trace, digest, trace
 from .staging import Direct, Staging
 from .state import Copies, LayerState, held_state, take_up
-from .waiting import Patience
+from .waiting import Patience, assemble
 from .weights import weights_of
 from .worker import Evaluator, Feed, Sums, Worker
 
@@ -75,6 +75,7 @@ class Pipeline:
             place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype, settings.staging.device)
             for place in schedule.places(self.grid.worker)
         }
+        assemble(grid.world)
         gradients = self._gradients(settings)
         self.worker = Worker(
             schedule,

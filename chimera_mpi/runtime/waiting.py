@@ -130,6 +130,12 @@ class Doorbell:
                 self.listener.recv(1)
 
 
+def assemble(comm: MPI.Comm) -> None:
+    """Return once all ranks have called it. Ahead of a blocking call, in which those who are early would spin on the
+    cores that those who are late need. Collective."""
+    Patience(spin_s=50e-6).wait(comm.Ibarrier())
+
+
 def _has_ended(request: MPI.Request) -> bool:
     try:
         return request.Test()

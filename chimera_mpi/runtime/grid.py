@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from ..host import sharpen_timer
 from ..schedule import Schedule, width_of
-from .waiting import Doorbell, Patience
+from .waiting import Doorbell, Patience, assemble
 
 Comm = MPI.Intracomm
 
@@ -26,6 +26,7 @@ class Grid:
 
     def __init__(self, comm: Comm, depth: int, survives: bool = False):
         sharpen_timer()
+        assemble(comm)
         self.heeds = [comm]
         self.depth, self.width = depth, width_of(comm.size, depth)
         self.world: Comm = comm.Dup()

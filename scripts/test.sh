@@ -6,6 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 set_up
 cd "$root"
+unset PYTHONDONTWRITEBYTECODE # some hundred processes would each compile the sources anew
 [ $# -eq 0 ] || exec python -m pytest "$@"
 status=0
 python -m pytest -m mpi || status=$?

@@ -75,7 +75,7 @@ class Pipeline:
             place: Stage(model, self.cuts[place[1]], settings.seed, settings.dtype, settings.staging.device)
             for place in schedule.places(self.grid.worker)
         }
-        assemble(grid.world)
+        assemble(grid.world, self.patience)
         gradients = self._gradients(settings)
         self.worker = Worker(
             schedule,

@@ -130,10 +130,10 @@ class Doorbell:
                 self.listener.recv(1)
 
 
-def assemble(comm: MPI.Comm) -> None:
+def assemble(comm: MPI.Comm, patience: Patience = Patience(spin_s=50e-6)) -> None:
     """Return once all ranks have called it. Ahead of a blocking call, in which those who are early would spin on the
     cores that those who are late need. Collective."""
-    Patience(spin_s=50e-6).wait(comm.Ibarrier())
+    patience.wait(comm.Ibarrier())
 
 
 def _has_ended(request: MPI.Request) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -400,7 +400,7 @@ def _explain(error: ValidationError) -> str:
         first = next((other for other in others if other["loc"][0] == key), first)
     if first["type"] == "extra_forbidden":
         return f"unknown key {key!r}: {nearest(key, Config.model_fields)}"
-    default = Config.model_fields[key].default
-    if default is None or isinstance(default, bool):
-        default = str(default).lower()  # as it is asked for
-    return f"{key}={value!r}: {first['msg'][0].lower()}{first['msg'][1:]}; try {key}={default}"
+    field = Config.model_fields[key]
+    default = str(field.default).lower() if isinstance(field.default, (bool, type(None))) else field.default
+    or_none = ", or none" if field.default is not None and type(None) in get_args(field.annotation) else ""
+    return f"{key}={value!r}: {first['msg'][0].lower()}{first['msg'][1:]}; try {key}={default}{or_none}"

@@ -269,6 +269,7 @@ def test_what_cannot_be_is_refused(overrides, ranks, message):
         ("watchdog_s=-1", "watchdog_s=-1: input should be greater than 0; try watchdog_s=auto"),
         ("watchdog_s=1e12", "watchdog_s=1000000000000.0: input should be less than or equal to 1000000000"),
         ("recompute=0", "recompute=0: input should be greater than or equal to 1; try recompute=none"),
+        ("eval_every=0", "try eval_every=20, or none"),
         ("pairs=0", "pairs=0: input should be greater than or equal to 1; try pairs=none"),
         ("tied=maybe", "; try tied=true"),
         ("partition=[0,3]", "partition=[0, 3]: input should be greater than or equal to 1; try partition=uniform"),

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -43,6 +42,10 @@ def ranks_of(item: pytest.Item) -> int:
 if INSIDE in os.environ:
     from mpi4py import MPI
 
+    from chimera_mpi.runtime.waiting import Patience, assemble
+
+    SITTING_OUT = Patience(spin_s=0.0, nap_s=1e-3, longest_nap_s=10.0)  # of tests that others do
+
     _results = open(f"{os.environ[INSIDE]}/{MPI.COMM_WORLD.rank}", "a", buffering=1)  # noqa: SIM115
     _comms: dict[int, MPI.Comm] = {}  # by the number of ranks; the others share one that nobody uses
 
@@ -66,24 +69,19 @@ if INSIDE in os.environ:
 
     def pytest_runtestloop():
         """All communicators at once: who comes early to a blocking call spins, on the cores of those who are late."""
-        together(MPI.COMM_WORLD)
+        assemble(MPI.COMM_WORLD, SITTING_OUT)
         for n in range(1, MPI.COMM_WORLD.size + 1):
             _comms[n] = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank < n)
 
     def pytest_sessionfinish():
-        together(MPI.COMM_WORLD)
-
-    def together(comm):
-        barrier, nap_s = comm.Ibarrier(), 1e-3
-        while not barrier.Test():
-            time.sleep(nap_s)
-            nap_s *= 1.05  # who waits long sits out tests that others do
-        return comm
+        assemble(MPI.COMM_WORLD, SITTING_OUT)
 
     @pytest.fixture
     def comm(request):
         """The first n ranks, all of them here."""
-        return together(_comms[ranks_of(request.node)])
+        comm = _comms[ranks_of(request.node)]
+        assemble(comm, SITTING_OUT)
+        return comm
 
 else:
 

@@ -71,6 +71,8 @@ def test_options_of_schemes_are_passed_on(capsys: pytest.CaptureFixture[str]) ->
     for asked in (["chimera", "--pairs", "2", "--sync", "lazy"], ["chimera:pairs=2,sync=lazy"]):
         main(["show", *asked, *shape])
         assert len(json.loads(capsys.readouterr().out)["pipes"]) == 4
+    assert main(["show", "chimera:pairs=2", "--pairs", "4", *shape]) == 2
+    assert "chimera:pairs=2 has its own pairs: leave out --pairs" in capsys.readouterr().err
 
 
 # ---- schedules in files

@@ -106,7 +106,10 @@ def _schedule(args: argparse.Namespace) -> Schedule:
     if missing:
         raise InputError(f"the following arguments are required: {', '.join(missing)}: see chimera-mpi show --help")
     scheme, options = parse_scheme(args.scheme)
-    return check(build(scheme, args.depth, args.micro_batches, **{**scheme_options(args), **options}))
+    apart = scheme_options(args)
+    if twice := [option for option in options if option in apart]:
+        raise InputError(f"{args.scheme} has its own {twice[0]}: leave out --{twice[0]}")
+    return check(build(scheme, args.depth, args.micro_batches, **options, **apart))
 
 
 def from_file(path: str, sync: str | None, scheme: str | None = None) -> Schedule:

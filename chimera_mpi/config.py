@@ -401,6 +401,11 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown key {key!r}: {nearest(key, Config.model_fields)}"
     field = Config.model_fields[key]
-    default = str(field.default).lower() if isinstance(field.default, (bool, type(None))) else field.default
     or_none = ", or none" if field.default is not None and type(None) in get_args(field.annotation) else ""
-    return f"{key}={value!r}: {first['msg'][0].lower()}{first['msg'][1:]}; try {key}={default}{or_none}"
+    reason = first["msg"][0].lower() + first["msg"][1:]
+    return f"{key}={spelt(repr, value)}: {reason}; try {key}={spelt(str, field.default)}{or_none}"
+
+
+def spelt(words: Callable[[Any], str], value: Any) -> str:
+    """A value in these `words`, but none, true and false as they are given on a command line."""
+    return words(value).lower() if value is None or isinstance(value, bool) else words(value)

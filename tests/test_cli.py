@@ -280,6 +280,11 @@ WRONG = {
     "unknown scheme 'gpip': did you mean 'gpipe'?": ["compare", "gpip", *COMPARE[1:]],
     "'pair=2' is no option of chimera": ["compare", "chimera:pair=2", *COMPARE[1:]],
     "pairs must be int, not 'two'": ["compare", "chimera:pairs=two", *COMPARE[1:]],
+    "'' is no option of chimera": ["compare", "chimera:", *COMPARE[1:]],
+    "gives pairs twice": ["compare", "chimera:pairs=2,pairs=4", *COMPARE[1:]],
+    "'pair=2' is no option": ["show", "chimera:pair=2"],
+    "and has no options": ["show", "a.csv:pairs=2"],
+    "logs of runs are compared by chimera-mpi report": ["compare", "a.h5", "b.h5", *COMPARE[1:]],
 }
 
 

@@ -97,6 +97,23 @@ def test_memory_that_ranks_share(tmp_path):
     )
 
 
+def test_what_killed_jobs_left_in_memory_that_ranks_share(tmp_path, monkeypatch):
+    shared, process = tmp_path / "shm", tmp_path / "proc" / "7"
+    shared.mkdir()
+    process.mkdir(parents=True)
+    for name in ("mpich_shm_1_0", "mpich_shm_2_0", "sm_segment.node.0", "another"):
+        (shared / name).write_bytes(bytes(1 << 20))
+    (process / "maps").write_text(f"7f0000000000-7f0000100000 rw-s 00000000 00:1 2 {shared}/mpich_shm_2_0\n")
+    host = Host(MPICH, Share(1, 1, 1), tmp_path, shared_memory=shared, processes=process.parent)
+    found = checks.shared_memory(host)
+    assert found.state == "ok"
+    assert found.what.endswith("2.1 MB in 2 files of MPI jobs that were killed")
+    monkeypatch.setattr(checks, "FEW_SHARED_BYTES", 1 << 20)
+    found = checks.shared_memory(host)
+    assert found.state == "warning"
+    assert found.remedy.endswith(f"cd {shared} && rm -f mpich_shm_* sm_segment.* vader_segment.*")
+
+
 @pytest.mark.parametrize(
     ("free", "states"), [(1 << 40, "ok ok"), (1 << 27, "warning warning"), (1 << 10, "error warning")]
 )

@@ -215,6 +215,8 @@ def _created_anywhere(create: Callable[[Path], RunLog], scheme: str) -> RunLog:
 
 def _resuming(asked: Asked, config: Config) -> list[str]:
     """What rank 0 says of the checkpoint that it goes on from."""
+    from ..config import spelt
+
     choice = asked.choice
     if choice.checkpoint is None:
         return []
@@ -222,7 +224,7 @@ def _resuming(asked: Asked, config: Config) -> list[str]:
         return [*choice.passed_over, beginning(choice.checkpoint, asked.corpus)]
     there, here = choice.checkpoint.facts["config"], config.model_dump(mode="json")
     keys = (key for key in here if key in there and key not in ("log", "resume") and not key.startswith("checkpoint"))
-    changed = [f"{key} {there[key]} -> {here[key]}" for key in keys if there[key] != here[key]]
+    changed = [f"{key} {spelt(str, there[key])} -> {spelt(str, here[key])}" for key in keys if there[key] != here[key]]
     told = f"; changed: {', '.join(changed)}" if changed else ""
     return [*choice.passed_over, f"resumed from {choice.checkpoint.path}, {choice.checkpoint.step} steps done{told}"]
 

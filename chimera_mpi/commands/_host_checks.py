@@ -23,6 +23,7 @@ NO_MPI = "pip install 'chimera-mpi[mpich]' where the machine has no MPI, else lo
 FEW_SHARED_BYTES = 256 << 20
 FEW_DISK_BYTES = 2 << 30
 NO_DISK_BYTES = 16 << 20
+SEGMENTS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*")  # of MPICH and Open MPI
 LATE_S = 1e-3  # of a short sleep
 NAP_S = 100e-6
 
@@ -149,11 +150,34 @@ def shared_memory(host: Host) -> Finding:
         free = shutil.disk_usage(host.shared_memory).free
     except OSError:
         return ok("shared memory", f"no {host.shared_memory}: replicas on a node sum their gradients by messages")
-    told = f"{size(free)} free in {host.shared_memory}"
-    if free >= FEW_SHARED_BYTES:
+    told, remedy = f"{size(free)} free in {host.shared_memory}", "in Docker --shm-size=8g, or set shared_sums=false"
+    left = _left_behind(host)
+    if left:
+        told += f", {size(sum(left.values()))} in {len(left)} files of MPI jobs that were killed"
+        remedy = f"while no MPI job of yours runs here: cd {host.shared_memory} && rm -f {' '.join(SEGMENTS)}"
+    if free >= FEW_SHARED_BYTES > sum(left.values()):
         return ok("shared memory", told)
-    remedy = "in Docker --shm-size=8g; else remove what killed jobs left there, or set shared_sums=false"
     return warning("shared memory", told, remedy)
+
+
+def _left_behind(host: Host) -> dict[str, int]:
+    """The bytes of each of the user's files by which an MPI shared memory, and that no process has any more."""
+    paths = [path for pattern in SEGMENTS for path in host.shared_memory.glob(pattern)]
+    used = "".join(_maps(process) for process in host.processes.glob("[0-9]*")) if paths else ""
+    found = {}
+    for path in paths:
+        with suppress(OSError):  # gone since
+            facts = path.stat()
+            if facts.st_uid == os.getuid() and str(path) not in used:
+                found[str(path)] = facts.st_blocks * 512
+    return found
+
+
+def _maps(process: Path) -> str:
+    """The files that a process has in its memory, among other things."""
+    with suppress(OSError):  # ended since, or another user's
+        return (process / "maps").read_text(errors="replace")
+    return ""
 
 
 def timer(host: Host) -> Finding:

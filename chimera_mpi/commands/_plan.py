@@ -161,20 +161,29 @@ def _scheme_options() -> dict[str, tuple[list[str], Any]]:
     return options
 
 
+_FOR_FILES = {
+    ".csv": "a schedule in a file is for show FILE.csv or check FILE.csv, and has no options",
+    ".h5": "logs of runs are compared by chimera-mpi report",
+}
+
+
 def parse_scheme(spec: str) -> tuple[str, dict[str, Any]]:
     """`chimera` or `chimera:pairs=2,concat=doubling` as a scheme and its options."""
-    scheme, _, rest = spec.partition(":")
+    scheme, colon, rest = spec.partition(":")
     known = {"sync": ([], "lazy"), **_scheme_options()}
     if (name := ALIASES.get(scheme, scheme)) not in SCHEMES:
-        raise InputError(f"unknown scheme '{scheme}': {nearest(scheme, [*SCHEMES, *ALIASES])}")
+        remedy = _FOR_FILES.get(Path(scheme).suffix.lower()) or nearest(scheme, [*SCHEMES, *ALIASES])
+        raise InputError(f"unknown scheme '{scheme}': {remedy}")
     options: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
+    for part in rest.split(",") if colon else ():
         option, equals, value = part.partition("=")
         if option not in ("sync", *options_of(name)) or option not in known or not equals:
             raise InputError(
                 f"'{part}' is no option of {name}: write {name}:option=value, with option one of "
                 f"{', '.join(['sync', *options_of(name)])}"
             )
+        if option in options:
+            raise InputError(f"{spec} gives {option} twice: leave one of them out")
         default = known[option][1]
         try:
             options[option] = type(default)(value)

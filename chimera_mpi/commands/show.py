@@ -102,10 +102,10 @@ def _schedule(args: argparse.Namespace) -> Schedule:
         if given:
             raise InputError(f"{args.scheme} has a shape of its own: leave out {' and '.join(given)}")
         return from_file(args.scheme, args.sync)
+    scheme, options = parse_scheme(args.scheme)
     missing = [option for option, value in shape.items() if value is None]
     if missing:
         raise InputError(f"the following arguments are required: {', '.join(missing)}: see chimera-mpi show --help")
-    scheme, options = parse_scheme(args.scheme)
     apart = scheme_options(args)
     if twice := [option for option in options if option in apart]:
         raise InputError(f"{args.scheme} has its own {twice[0]}: leave out --{twice[0]}")

@@ -73,7 +73,7 @@ class Config(BaseModel):
     sync: Literal["lazy", "eager", "eager_opt"] = "eager_opt"
     pairs: Count | None = Field(None, description="pairs of pipelines of chimera and chimera_zb")
     concat: Literal["direct", "doubling", "halving"] | None = Field(None, description="how chimera joins its units")
-    chunks: Count | None = Field(None, description="stages a worker of interleaved")
+    chunks: Count | None = Field(None, description="stages a worker of interleaved, interleaved_zb")
     waves: Count | None = Field(None, description="of hanayo")
     partition: Literal["uniform", "parameters", "flops", "measured"] | tuple[Count, ...] = Field(
         "uniform", description="what the stages share out evenly; or the layers that stages but the first begin with"

@@ -18,7 +18,7 @@ from math import inf, sqrt
 from typing import Any, NamedTuple, cast
 
 from ..errors import InputError
-from ..schedule import SCHEMES, STREAMS, Schedule, build, check_compatible, paused_collector
+from ..schedule import SCHEMES, STREAMS, Schedule, build, check_compatible, options_of, paused_collector
 from ..schedule.list_scheduler import peaks
 from ..schedule.schemes import LIVE
 from ..schedule.timing import makespan
@@ -255,9 +255,9 @@ def _options(scheme: str, depth: int) -> Iterator[Options]:
             yield of_pairs
             if scheme == "chimera":
                 yield (("concat", "doubling"), *of_pairs)
-    elif scheme == "interleaved":
+    elif "chunks" in options_of(scheme):
         yield from ((("chunks", chunks),) for chunks in (2, 3, 4, 6, 8))
-    elif scheme == "hanayo":
+    elif "waves" in options_of(scheme):
         yield from ((("waves", waves),) for waves in (1, 2, 4))
     else:
         yield ()

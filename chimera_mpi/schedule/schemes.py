@@ -204,12 +204,17 @@ def interleaved(depth: int, micro_batches: int, chunks: int = 2) -> Schedule:
         P0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1  . b2  . b3 B2 B3
         P1    . F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3  .
     """
+    pipe = round_the_ring("interleaved", depth, micro_batches, chunks)
+    enters = (n // depth * len(pipe) + n % depth for n in range(micro_batches))
+    return weave("interleaved", [pipe], (Trip(0, enter, enter + len(pipe) - 0.5) for enter in enters))
+
+
+def round_the_ring(scheme: str, depth: int, micro_batches: int, chunks: int) -> list[int]:
+    """The workers of a pipeline that has `chunks` stages on each. Raises ScheduleError if it cannot be had."""
     if chunks < 1:
-        raise ScheduleError(f"interleaved needs at least 1 chunk a worker, not {chunks}: try chunks=2")
-    stages = depth * chunks
-    within_reach("interleaved", stages, micro_batches)
-    enters = (n // depth * stages + n % depth for n in range(micro_batches))
-    return weave("interleaved", [down(depth) * chunks], (Trip(0, enter, enter + stages - 0.5) for enter in enters))
+        raise ScheduleError(f"{scheme} needs at least 1 chunk a worker, not {chunks}: try chunks=2")
+    within_reach(scheme, depth * chunks, micro_batches)
+    return down(depth) * chunks
 
 
 def hanayo(depth: int, micro_batches: int, waves: int = 1) -> Schedule:
@@ -244,6 +249,22 @@ def zb_h1(depth: int, micro_batches: int) -> Schedule:
         P1    . F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
     return weave("zb_h1", [down(depth)], taking_turns(depth, micro_batches), trailing(lambda stage: stage))
+
+
+def interleaved_zb(depth: int, micro_batches: int, chunks: int = 2) -> Schedule:
+    """`interleaved` with a split backward, in 1F1B's memory (InterleavedZeroBubble of torch.distributed.pipelining).
+
+    1F1B's slots, a round of the ring for each chunk; weight gradients wait as in `zb_h1`.
+
+        slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18
+        P0   F0 F1 f0 f1  . i0 w0 F2 i1 w1 I0 W0 f2 I1 W1 i2 w2 I2 W2
+        P1    . F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 I1 W0 f2 i2 W1 I2 w2 W2
+    """
+    pipe = round_the_ring("interleaved_zb", depth, micro_batches, chunks)
+    slots = [stage // depth * 2 * depth + stage % depth for stage in range(len(pipe))]
+    enters = (n // depth * 2 * len(pipe) + n % depth * 2 for n in range(micro_batches))
+    trips = (Trip(0, enter, enter + slots[-1] + 1) for enter in enters)
+    return weave("interleaved_zb", [pipe], trips, trailing(lambda worker: worker), slots, slots[::-1])
 
 
 def zb_h2(depth: int, micro_batches: int) -> Schedule:
@@ -364,6 +385,7 @@ SCHEMES: dict[str, Callable[..., Schedule]] = {
     "chimera": chimera,
     "interleaved": interleaved,
     "zb_h1": zb_h1,
+    "interleaved_zb": interleaved_zb,
     "zb_h2": zb_h2,
     "zb_v": zb_v,
     "v_half": v_half,
@@ -387,6 +409,7 @@ LIVE: dict[str, Callable[[Schedule], int]] = {
     "chimera": lambda schedule: 2 * schedule.depth if schedule.micro_batches >= 2 * schedule.depth else schedule.depth,
     "interleaved": lambda schedule: schedule.stages + schedule.depth - 1,
     "zb_h1": lambda schedule: schedule.depth,
+    "interleaved_zb": lambda schedule: schedule.stages,
     "zb_h2": lambda schedule: 2 * schedule.depth - 1,
     "zb_v": lambda schedule: schedule.stages,
     "v_half": lambda schedule: schedule.depth + 2,

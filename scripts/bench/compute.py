@@ -37,7 +37,19 @@ from _contenders import (
 from rich.console import Console
 from rich.table import Table
 
-OURS = ("chimera", "chimera_zb", "1f1b", "gpipe", "interleaved", "zb_v", "zb_h1", "dualpipe_v", "hanayo", "depth1")
+OURS = (
+    "chimera",
+    "chimera_zb",
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "interleaved_zb",
+    "zb_v",
+    "zb_h1",
+    "dualpipe_v",
+    "hanayo",
+    "depth1",
+)
 TORCHS = ("1f1b", "gpipe", "interleaved", "interleaved_zb", "zb_v", "dualpipe_v", "ddp")
 CONTENDERS = [
     name

@@ -22,6 +22,7 @@ TWINS = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
+    "interleaved_zb": "InterleavedZeroBubble",
     "zb_v": "ZBVZeroBubble",
     "dualpipe_v": "DualPipeV",
 }

@@ -104,6 +104,20 @@ def test_interleaved(depth):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
+def test_interleaved_with_a_split_backward(depth):
+    """A stage is one of `chunks` parts, and the bubble of `zb_h1` one of those of a part."""
+    for chunks in 1, 2, 3:
+        for f, i, w in (1, 1, 1), (2, 3, 1), (5, 7, 2), (1, 2, 1):
+            costs = Costs(forward_s=f, backward_s=i + w, input_s=i, weight_s=w)
+            for n in depth, 3 * depth if depth <= 16 else depth:
+                schedule = build("interleaved_zb", depth, n, chunks=chunks)
+                assert simulate(schedule, costs).makespan_s == chunks * n * (f + i + w) + (depth - 1) * (f + i - w)
+                assert max(peak_activations(schedule)) == chunks * depth
+    ratio = simulate(build("interleaved_zb", depth, depth, chunks=3), Costs(Fraction(1), Fraction(2))).bubble_ratio
+    assert ratio == Fraction(depth - 1, 9 * depth + depth - 1)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
 def test_zero_bubble(depth):
     n = 3 * depth
     for f, i, w in (1, 1, 1), (2, 3, 1), (5, 7, 2), (1, 2, 1):
@@ -164,7 +178,8 @@ def test_live_activations_of_long_steps(depth):
     n = 4 * depth
     said = {
         "naive": 1, "gpipe": n, "1f1b": depth, "gems": 1, "pipedream": depth, "pipedream_2bw": depth,
-        "interleaved": depth + Fraction(depth - 1, 2), "hanayo": depth, "zb_h1": depth, "zb_h2": 2 * depth - 1,
+        "interleaved": depth + Fraction(depth - 1, 2), "hanayo": depth, "interleaved_zb": depth, "zb_h1": depth,
+        "zb_h2": 2 * depth - 1,
         "zb_v": depth, "v_half": Fraction(depth, 2) + 1, "dualpipe": depth, "dualpipe_v": depth,
         "chimera": depth, "chimera_zb": depth,
     }  # fmt: skip

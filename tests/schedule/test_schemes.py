@@ -27,6 +27,7 @@ OPTIONS = {
     "chimera": [{}, {"concat": "doubling"}, {"concat": "halving"}, {"pairs": 2}, {"pairs": 2, "concat": "doubling"}],
     "chimera_zb": [{}, {"pairs": 2}],
     "interleaved": [{}, {"chunks": 1}, {"chunks": 3}],
+    "interleaved_zb": [{}, {"chunks": 1}, {"chunks": 3}],
     "hanayo": [{}, {"waves": 2}],
     "pipedream_2bw": [{}, {"every": 9}],
 }

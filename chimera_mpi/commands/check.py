@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     schedule = from_file(args.file, args.sync, ALIASES.get(args.scheme, args.scheme))
     if not args.json:
         print(f"{args.file} is sound: {_shape(schedule)}\n")
-    show(schedule, args)
+    show(schedule, args, args.sync)
     return 0
 
 

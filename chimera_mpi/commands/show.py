@@ -90,18 +90,20 @@ def write_files(timelines: Timeline | Mapping[str, Timeline], args: argparse.Nam
 
 
 def run(args: argparse.Namespace) -> int:
-    show(_schedule(args), args)
+    schedule, sync = _schedule(args)
+    show(schedule, args, sync)
     return 0
 
 
-def _schedule(args: argparse.Namespace) -> Schedule:
+def _schedule(args: argparse.Namespace) -> tuple[Schedule, str | None]:
+    """What is to be drawn, and when its all-reduces start if that was asked for."""
     shape = {"--depth": args.depth, "--micro-batches": args.micro_batches}
     if args.scheme.lower().endswith(".csv"):
         given = [option for option, value in shape.items() if value is not None]
         given += [f"--{option}" for option in scheme_options(args) if option != "sync"]
         if given:
             raise InputError(f"{args.scheme} has a shape of its own: leave out {' and '.join(given)}")
-        return from_file(args.scheme, args.sync)
+        return from_file(args.scheme, args.sync), args.sync
     scheme, options = parse_scheme(args.scheme)
     missing = [option for option, value in shape.items() if value is None]
     if missing:
@@ -109,7 +111,8 @@ def _schedule(args: argparse.Namespace) -> Schedule:
     apart = scheme_options(args)
     if twice := [option for option in options if option in apart]:
         raise InputError(f"{args.scheme} has its own {twice[0]}: leave out --{twice[0]}")
-    return check(build(scheme, args.depth, args.micro_batches, **options, **apart))
+    options |= apart
+    return check(build(scheme, args.depth, args.micro_batches, **options)), options.get("sync")
 
 
 def from_file(path: str, sync: str | None, scheme: str | None = None) -> Schedule:
@@ -118,9 +121,12 @@ def from_file(path: str, sync: str | None, scheme: str | None = None) -> Schedul
     return schedule if scheme else replace(schedule, scheme=Path(path).name)
 
 
-def show(schedule: Schedule, args: argparse.Namespace) -> None:
-    """Draw a schedule that is known to be sound under the costs of the command line, and sum it up."""
-    made = once = _searched(under(costs_of(args), schedule), args)
+def show(schedule: Schedule, args: argparse.Namespace, sync: str | None) -> None:
+    """Draw a schedule that is known to be sound under the costs of the command line, and sum it up.
+
+    In another order its all-reduces start by `sync`.
+    """
+    made = once = _searched(under(costs_of(args), schedule), args, sync or "eager_opt")
     if args.steps > 1:
         made = once.repeated(args.steps)
     write_files(made.timeline, args)
@@ -135,8 +141,7 @@ def show(schedule: Schedule, args: argparse.Namespace) -> None:
     print("\n".join(_summary(made, once, args, width)))
 
 
-def _searched(made: Plan, args: argparse.Namespace) -> Plan:
-    sync = args.sync or "eager_opt"
+def _searched(made: Plan, args: argparse.Namespace, sync: str) -> Plan:
     if args.order == "costs":
         made = made.reordered(sync)
     if args.improve is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain, pairwise, product
+from itertools import chain, product
 
+from .collectives import check_collectives
 from .collector import paused_collector
-from .explain import rows_around
 from .list_scheduler import peaks
-from .ops import COMPUTE, HOLDS, Kind, Needs, Op, Place, Schedule, ScheduleError, needs, walk
+from .ops import COMPUTE, HOLDS, Kind, Op, Place, Schedule, ScheduleError, fault, walk
 from .schemes import LIVE, SCHEMES, STREAMS, options_of, used_versions
 
 
@@ -24,22 +24,10 @@ def check(schedule: Schedule) -> Schedule:
     _check_placement(schedule)
     _check_each_op_once(schedule)
     walk(schedule)
-    _check_collectives(schedule)
+    check_collectives(schedule)
     _check_versions(schedule)
     _check_memory(schedule)
     return schedule
-
-
-def fault(schedule: Schedule, worker: int, at: int, what: str) -> ScheduleError:
-    """An error that says what is wrong with the op at place `at` of a worker's order, and shows it.
-
-    The first line names worker, op and its neighbours; the lines after it are the rows round it.
-    """
-    order = schedule.orders[worker]
-    before = f"after {order[at - 1]}" if at else "first"
-    after = f"before {order[at + 1]}" if at + 1 < len(order) else "last"
-    line = f"{schedule.scheme}: worker {worker}, {order[at]} ({before}, {after}): {what}"
-    return ScheduleError(f"{line}\n{rows_around(schedule.orders, {worker: at})}")
 
 
 def _check_placement(schedule: Schedule) -> None:
@@ -155,44 +143,6 @@ def expected_ops(schedule: Schedule) -> set[tuple[Kind, int, int, int]]:
         Kind.UPDATE: updates,
     }
     return {(kind, *place) for kind, places in kinds.items() for place in places}
-
-
-def _check_collectives(schedule: Schedule) -> None:
-    """Workers that share stages start the all-reduces of those in one order, and could block in them."""
-    if len(schedule.pipes) == 1:
-        return
-    sharers = [frozenset(pipe[stage] for pipe in schedule.pipes) for stage in range(schedule.stages)]
-    first: dict[tuple[frozenset[int], int], tuple[int, Op]] = {}
-    for worker, order in enumerate(schedule.orders):
-        started: Counter[frozenset[int]] = Counter()
-        reduced: set[tuple[int, int]] = set()
-        for at, op in enumerate(order):
-            if op.kind is Kind.REDUCE and (op.stage, op.index) not in reduced:
-                reduced.add((op.stage, op.index))
-                group = sharers[op.stage]
-                leader, other = first.setdefault((group, started[group]), (worker, op))
-                started[group] += 1
-                if (other.stage, other.index) != (op.stage, op.index):
-                    raise fault(schedule, worker, at, f"worker {leader}, with which it shares it, starts {other} first")
-    for _ in walk(schedule, _with_blocking_reduces(schedule)):
-        pass
-
-
-def _with_blocking_reduces(schedule: Schedule) -> Needs:
-    """What ops need where an all-reduce holds its worker until every other worker has come to its own.
-
-    A worker that holds several replicas of a stage does not wait for itself.
-    """
-    before = {op: earlier for order in schedule.orders for earlier, op in pairwise(order) if op.kind is Kind.REDUCE}
-
-    def blocking_needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
-        if op.kind is not Kind.REDUCE:
-            return needs(schedule, op)
-        replicas = (op._replace(pipe=pipe) for pipe in range(len(schedule.pipes)))
-        others = (other for other in replicas if schedule.worker(other) != schedule.worker(op))
-        return (*needs(schedule, op), *(before[other] for other in others if other in before))
-
-    return blocking_needs
 
 
 def _check_versions(schedule: Schedule) -> None:

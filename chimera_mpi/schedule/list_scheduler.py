@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
+from .collectives import may_block_in_collectives
 from .ops import COMPUTE, FREES, HOLDS, Kind, Op, Schedule, ScheduleError, needs
 from .sync import with_updates
 from .timing import OpCosts, makespan
@@ -33,14 +34,18 @@ class Plan:
 def ordered_for(costs: OpCosts, schedule: Schedule, sync: str) -> Schedule:
     """The best order for `costs` of those the list scheduler finds and the one `schedule` has.
 
-    None takes more memory than the most that a worker of `schedule` needs. A stream stays as it is.
+    None takes more memory than the most that a worker of `schedule` needs, and none that is found could wait for good
+    in an all-reduce. A stream stays as it is.
     """
     if schedule.updates:
         return schedule
     limits = [max(peaks(schedule))] * schedule.depth
     plans = plans_for(schedule)[: max(OPS_TRIED // len(schedule.walked), 1)]
     found = (list_schedule(schedule, costs, plan, limits) for plan in plans)
-    return min((with_updates(order, sync) for order in (schedule, *found)), key=lambda order: makespan(order, costs))
+    drawn = with_updates(schedule, sync)
+    orders = (drawn, *(with_updates(order, sync) for order in found))
+    ranked = sorted(orders, key=lambda order: makespan(order, costs))
+    return next(order for order in ranked if order is drawn or may_block_in_collectives(order))
 
 
 OPS_TRIED = 250_000  # a few seconds

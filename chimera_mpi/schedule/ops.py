@@ -201,6 +201,18 @@ class ScheduleError(InputError):
     """A schedule that cannot be carried out."""
 
 
+def fault(schedule: Schedule, worker: int, at: int, what: str) -> ScheduleError:
+    """An error that says what is wrong with the op at place `at` of a worker's order, and shows it.
+
+    The first line names worker, op and its neighbours; the lines after it are the rows round it.
+    """
+    order = schedule.orders[worker]
+    before = f"after {order[at - 1]}" if at else "first"
+    after = f"before {order[at + 1]}" if at + 1 < len(order) else "last"
+    line = f"{schedule.scheme}: worker {worker}, {order[at]} ({before}, {after}): {what}"
+    return ScheduleError(f"{line}\n{rows_around(schedule.orders, {worker: at})}")
+
+
 class Deadlock(ScheduleError):
     """Workers wait for each other in a ring, or for an op that no worker does."""
 

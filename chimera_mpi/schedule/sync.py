@@ -21,8 +21,9 @@ def with_updates(schedule: Schedule, sync: str) -> Schedule:
 
     Workers start the all-reduces of their stages from the last stage down, and none before their last
     forward and, of a split backward, their last input gradient. So two workers that share two stages start
-    them in one order, and no schedule can deadlock even where an all-reduce blocks: a worker that waits in
-    one owes the others nothing but whole backwards of earlier stages.
+    them in one order, and a worker that waits in an all-reduce owes the others nothing but whole backwards of
+    earlier stages. As the schemes are drawn that deadlocks none even where an all-reduce blocks; of four
+    pipelines in another order it may (see `check_collectives`).
     """
     if sync not in SYNCS:
         raise ScheduleError(f"unknown sync '{sync}': choose from {', '.join(SYNCS)}")

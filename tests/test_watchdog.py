@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -99,6 +100,28 @@ def test_an_excuse_of_one_rank_is_patience_of_all(comm, hurried):
     if comm.rank == 0:
         wait_for(lambda: texts)  # it is over, and nothing happens
         assert texts
+    dog.close()
+    grid.close()
+
+
+@pytest.mark.mpi(2)
+def test_an_answer_that_comes_late_has_memory_of_its_own(comm, hurried, monkeypatch):
+    monkeypatch.setattr(watchdog, "ANSWERS_S", 0.1)
+    here, awake = Whereabouts(), threading.Event()
+    here.step, here.op = 7, OP
+    grid, texts, dog = watching(comm, here, 0.1 if comm.rank == 0 else 1000.0)
+    if comm.rank == 1:
+        answer_all, dog._answer_all = dog._answer_all, lambda: awake.is_set() and answer_all()
+    grid.world.Barrier()
+    if comm.rank == 0:
+        wait_for(lambda: texts and dog._late)
+        assert "rank 1: does not answer" in texts[0]
+    grid.world.Barrier()
+    awake.set()
+    if comm.rank == 0:
+        wait_for(lambda: "rank 1: step 7" in texts[-1] and not dog._late)
+        assert "rank 1: step 7" in texts[-1] and not dog._late
+    grid.world.Barrier()
     dog.close()
     grid.close()
 

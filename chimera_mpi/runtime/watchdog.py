@@ -55,6 +55,17 @@ class Report(NamedTuple):
         return Report(*answer.tobytes().decode(errors="replace").rstrip().split("\0", 2))
 
 
+class Transfer(NamedTuple):
+    """A message under way, and the memory that MPI reads or writes until it is through."""
+
+    request: MPI.Request
+    memory: NDArray[np.uint8]
+
+
+def under_way(transfers: Sequence[Transfer]) -> list[Transfer]:
+    return [transfer for transfer in transfers if not transfer.request.Test()]
+
+
 class Watchdog:
     """All ranks of `grid` make it alike, in their main threads, and close it once they are through."""
 
@@ -79,7 +90,8 @@ class Watchdog:
         grid.others.append(self.world)
         self._next = None if lets_leave else _Neighbour.of(self.world, grid)
         self._talks = self.world.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._question, self._sent = np.zeros(1, dtype=np.uint8), list[tuple[MPI.Request, NDArray[np.uint8]]]()
+        self._question = np.zeros(1, dtype=np.uint8)
+        self._sent, self._late = list[Transfer](), list[Transfer]()
         self._asked = self._listen()
         self._leaving, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -117,9 +129,10 @@ class Watchdog:
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         if self._talks:
-            with suppress(MPI.Exception):  # of one who has died
-                self._asked.Cancel()
-                self._asked.Wait()
+            for request in (self._asked, *(late.request for late in self._late)):
+                with suppress(MPI.Exception):  # of one who has died
+                    request.Cancel()
+                    request.Wait()
         if self._next:
             self._next.close()
 
@@ -166,17 +179,22 @@ class Watchdog:
     def _collect(self, reports: list[Report | None]) -> None:
         """Fill in what the others answer in time."""
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
-        answers = {rank: np.empty(ANSWER_BYTES, dtype=np.uint8) for rank in others}
-        arriving = {rank: self.world.Irecv(answers[rank], rank, ANSWER) for rank in others}
+        answers = [np.empty(ANSWER_BYTES, dtype=np.uint8) for _ in others]
+        arriving = {
+            rank: Transfer(self.world.Irecv(answer, rank, ANSWER), answer)
+            for rank, answer in zip(others, answers, strict=True)
+        }
         question = np.zeros(1, dtype=np.uint8)
-        self._sent += [(self.world.Isend(question, rank, ASK), question) for rank in others]
+        self._sent += [Transfer(self.world.Isend(question, rank, ASK), question) for rank in others]
         until_s = time.monotonic() + ANSWERS_S
-        while arriving and time.monotonic() < until_s:
-            self._answer()
-            for rank in [rank for rank, request in arriving.items() if request.Test()]:
-                del arriving[rank]
-                reports[rank] = Report.decoded(answers[rank])
-            time.sleep(0.01)
+        try:
+            while arriving and time.monotonic() < until_s:
+                self._answer()
+                for rank in [rank for rank, answer in arriving.items() if answer.request.Test()]:
+                    reports[rank] = Report.decoded(arriving.pop(rank).memory)
+                time.sleep(0.01)
+        finally:
+            self._late += arriving.values()  # their answers are to this question, whenever they come
 
     def _listen(self) -> MPI.Request:
         return self.world.Irecv(self._question, MPI.ANY_SOURCE, ASK) if self._talks else MPI.REQUEST_NULL
@@ -193,9 +211,9 @@ class Watchdog:
         while self._asked.Test(status):
             self._silence.break_()
             answer = self._report().encoded()
-            self._sent.append((self.world.Isend(answer, status.Get_source(), ANSWER), answer))
+            self._sent.append(Transfer(self.world.Isend(answer, status.Get_source(), ANSWER), answer))
             self._asked = self._listen()
-        self._sent = [(request, buffer) for request, buffer in self._sent if not request.Test()]
+        self._sent, self._late = under_way(self._sent), under_way(self._late)
 
     def _report(self) -> Report:
         frame = sys._current_frames().get(self._main)

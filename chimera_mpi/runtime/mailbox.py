@@ -76,11 +76,14 @@ class Mailbox:
         self._ahead.extend(self._expected)
         self._post()
 
-    def receive(self, op: Op) -> Tensors:
-        """Wait for what other stages made for `op`. Raises at a message of another size (`verify`)."""
+    def receive(self, op: Op, meanwhile: Callable[[], object] = lambda: None) -> Tensors:
+        """Wait for what other stages made for `op`. Raises at a message of another size (`verify`).
+
+        `meanwhile` drives what others may wait for before they send.
+        """
         received: Tensors = ()
         for need in self._awaited[op]:
-            received += self._take(need)
+            received += self._take(need, meanwhile)
         return received
 
     def send(self, op: Op, tensors: Tensors) -> None:
@@ -171,24 +174,29 @@ class Mailbox:
                 sizes.append(piece.nbytes)
         return Arrival(requests, incoming, sizes)
 
-    def _take(self, op: Op) -> Tensors:
+    def _take(self, op: Op, meanwhile: Callable[[], object]) -> Tensors:
         if op in self._to_self:
             return self._to_self.pop(op)
         self._post()
-        arrival = self._arriving.pop(op)
+        arrival = self._arriving[op]
         bell = self.bell if self.bell and self._routes[op].source in self.bell.addresses else None
-        if self.delivery.verify:
-            self.push()
-            arrival.verify(op, self.patience)
-        else:
-            self.patience.until(partial(self._has_come, arrival.requests), bell)
+        statuses = [MPI.Status() for _ in arrival.requests] if self.delivery.verify else None
+        self.patience.until(partial(self._has_come, arrival.requests, statuses, meanwhile), bell)
+        del self._arriving[op]
+        if statuses:
+            arrival.verify(op, statuses)
         self._post()
         return tuple(part.take() for part in arrival.parts)
 
-    def _has_come(self, requests: list[MPI.Request]) -> bool:
+    def _has_come(
+        self, requests: list[MPI.Request], statuses: list[MPI.Status] | None, meanwhile: Callable[[], object]
+    ) -> bool:
         if self._unsent:
             self._despatch()  # what is awaited may be made of it
-        return MPI.Request.Testall(requests)
+        if MPI.Request.Testall(requests, statuses):
+            return True
+        meanwhile()
+        return False
 
 
 class Route(NamedTuple):
@@ -252,10 +260,8 @@ class Arrival(NamedTuple):
     parts: tuple[Incoming, ...]
     sizes: list[int]
 
-    def verify(self, op: Op, patience: Patience) -> None:
-        for request, size in zip(self.requests, self.sizes, strict=True):
-            status = MPI.Status()
-            patience.until(partial(request.Test, status))
+    def verify(self, op: Op, statuses: list[MPI.Status]) -> None:
+        for status, size in zip(statuses, self.sizes, strict=True):
             if status.Get_count(MPI.BYTE) != size:
                 raise RuntimeError(f"the message of {op} has {status.Get_count(MPI.BYTE)} bytes, not {size}")
 

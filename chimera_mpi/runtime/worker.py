@@ -181,9 +181,9 @@ class Worker:
         self.judged: Judged | None = None  # the last step that `norm` was for
         self._completing = completing(schedule, self.worker)
         self._handlers: dict[Kind, Handler] = {
-            Kind.FORWARD: (self.mailbox.receive, self._forward),
-            Kind.BACKWARD: (self.mailbox.receive, self._backward),
-            Kind.INPUT: (self.mailbox.receive, self._input),
+            Kind.FORWARD: (self._receive, self._forward),
+            Kind.BACKWARD: (self._receive, self._backward),
+            Kind.INPUT: (self._receive, self._input),
             Kind.WEIGHT: (_nothing, self._weight),
             Kind.REDUCE: (_nothing, self._reduce),
             Kind.UPDATE: (self._await_gradients, self._update),
@@ -224,6 +224,9 @@ class Worker:
     def loss_scale(self) -> float:
         """What losses are multiplied by, so that small gradients of fp16 survive."""
         return self.norm.scale if self.norm else 1.0
+
+    def _receive(self, op: Op) -> Tensors:
+        return self.mailbox.receive(op, self.gradients.poke)
 
     def _forward(self, op: Op, received: Tensors) -> None:
         batch = self._feed(op.index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -19,7 +20,7 @@ from chimera_mpi.models import Model
 from chimera_mpi.runtime.mailbox import Delivery
 from chimera_mpi.runtime.optimizer import Recipe
 from chimera_mpi.runtime.stage import Recompute
-from chimera_mpi.schedule import SCHEMES, STREAMS, ScheduleError, build
+from chimera_mpi.schedule import SCHEMES, STREAMS, Kind, ScheduleError, build, loads
 
 ADAMW = Recipe("adamw")
 
@@ -141,6 +142,23 @@ def test_synchronous_sends_do_not_deadlock(comm, depth):
 def test_messages_in_pieces_and_verified(comm):
     for schedule in buildable(4, 5):
         Case(comm, schedule, delivery=Delivery(ahead=1, limit_bytes=100, verify=True)).run(steps=1)
+
+
+UPDATE_AMID = """\
+0F0,1F1@1,2F0,3F1@1,3B1@1,3R0@1,3U0@1,2B0,2R0,1B1@1,1R0@1,0B0,0R0,2U0,1U0@1,0U0
+0F1@1,1F0,2F1@1,3F0,3B0,2B1@1,3R0,2R0@1,1B0,1R0,0B1@1,0R0@1,3U0,2U0@1,1U0,0U0@1
+"""
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("shared_from_bytes", [1, math.inf])
+def test_sums_go_on_while_a_worker_waits_for_a_message(comm, shared_from_bytes):
+    """Worker 1 waits for what worker 0 makes after an update, for which worker 1 has to add up its share."""
+    case = Case(comm, loads(UPDATE_AMID), shared_from_bytes=shared_from_bytes)
+    worker = case.pipeline.worker
+    wait, act = worker._handlers[Kind.BACKWARD]
+    worker._handlers[Kind.BACKWARD] = wait, lambda *op: time.sleep(0.2 * (comm.rank == 0)) or act(*op)
+    case.run(steps=1)
 
 
 @pytest.mark.mpi(4)

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .errors import InputError
 from .schedule import (
@@ -97,7 +97,9 @@ class Config(BaseModel):
     warmup_steps: Number = 10
     weight_decay: float = Field(0.1, ge=0)
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
-    clip: float | None = Field(1.0, gt=0, description="bound of the global gradient norm, or none")
+    clip: float | None = Field(
+        1.0, gt=0, description="bound of the global gradient norm; asynchronous schemes have none unless it is given"
+    )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         "fp32", description="bf16 and fp16 keep masters and sums in fp32"
     )
@@ -179,6 +181,12 @@ class Config(BaseModel):
     message_limit_bytes: Count = Field(10**9, description="longer messages travel in pieces")
     synchronous_sends: Switch = Field(False, description="for tests: no send completes before its receive")
     verify_messages: Switch = Field(False, description="compare the bytes of each message with those expected")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _let_streams_stream(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """To clip, each of their updates would wait for all workers."""
+        return {"clip": None, **values} if values.get("scheme") in STREAMS else values
 
     @property
     def scheme_options(self) -> dict[str, Any]:

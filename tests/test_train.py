@@ -282,6 +282,13 @@ def test_wrong_keys_and_values_are_refused(override, message):
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "clip"), [([], 1.0), (["scheme=pipedream_2bw"], None), (["scheme=pipedream", "clip=0.5"], 0.5)]
+)
+def test_asynchronous_schemes_clip_only_when_asked_to(overrides, clip):
+    assert load("gpt-tiny", overrides).clip == clip
+
+
 def test_a_wrong_source_is_refused(tmp_path):
     with pytest.raises(InputError, match="did you mean 'gpt-tiny'"):
         load("gpt-tyni")

@@ -260,8 +260,12 @@ def _staleness(job: Job) -> str:
     versions = max(weight_versions(job.plan.schedule))
     return (
         f"\n{job.config.scheme} is asynchronous: gradients are those of weights up to {versions - 1} updates old, "
-        f"so it does not equal serial training; it flushes every {job.plan.steps} steps"
+        f"so it does not equal serial training; it flushes every {job.plan.steps} steps{_slowed(job.config)}"
     )
+
+
+def _slowed(config: Config) -> str:
+    return f"; clip={config.clip:g} makes each update wait for all workers, clip=none does not" if config.clip else ""
 
 
 class _Teller:

@@ -137,7 +137,9 @@ class Config(BaseModel):
     )
     eval_mini_batches: Count = 2
     check_replicas: Count | None = Field(None, description="steps between comparisons of all replicas, to the bit")
-    spans_every: Count = Field(10, description="steps between those whose spans are logged")
+    spans_every: Count = Field(
+        10, description="steps between those whose spans are logged, at first; later ones are rarer"
+    )
     profile: Number | str | None = Field(
         None, description="steps, numbered as in the log, that torch.profiler records: such as 10-12; beside the log"
     )

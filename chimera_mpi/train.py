@@ -50,6 +50,7 @@ from .timeline import Span, breakdown
 Read = Callable[[int, int], tuple[Tensors, Targets]]  # (step, number of the micro-batch) -> inputs, targets
 GO_ON, STOP, BROKE, SPOILT = range(4)  # what rank 0 has all ranks do, or all know by themselves, after a step
 ROWS = 4096  # of the last steps, which each rank of a run that survives deaths remembers
+DENSE_SAMPLES = 128  # of steps whose spans are logged, before they become rarer
 WARMUP_STEPS = 2  # in which torch and MPI set themselves up: not counted in means of time
 
 
@@ -463,7 +464,7 @@ class Run:
             self.watchdog.measured(seconds * len(steps))
         rows = _step_reports(spans, sums, started, peak_held_bytes(self.part.staging.device))
         table = self._gather([number for row in rows for number in row])
-        if _is_due(steps, config.spans_every, config.steps):
+        if _is_sampled(steps, config.spans_every, self.first, config.steps):
             self._log_spans(steps[-1], spans)
         if _is_due(steps, config.check_replicas, config.steps):
             self.pipeline.check_replicas()
@@ -751,6 +752,13 @@ def learning_rate_of(config: Config) -> LearningRate:
 def _is_due(steps: range, every: int | None, of: int) -> bool:
     """Whether one of `steps` is the last of all or of `every`; with none it never is."""
     return every is not None and (steps[-1] + 1 == of or any((step + 1) % every == 0 for step in steps))
+
+
+def _is_sampled(steps: range, every: int, first: int, of: int) -> bool:
+    """Whether spans of `steps` are logged, in a session from step `first` on: of one in `every` at first, then of ever
+    fewer, so that a log grows by the logarithm of its steps. The gap is a 64th of the session so far at most."""
+    samples = (steps[-1] - first) // every
+    return _is_due(steps, every << (samples // DENSE_SAMPLES).bit_length(), of)
 
 
 def _step_reports(spans: list[Span], sums: list[Sums], started_s: float, peak_bytes: int) -> list[StepReport]:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from chimera_mpi.predict.partition import by_thirds
 from chimera_mpi.runlog import read_run
 from chimera_mpi.schedule import needs
 from chimera_mpi.stopping import AGAIN, End
-from chimera_mpi.train import plan_job
+from chimera_mpi.train import _is_sampled, plan_job
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
@@ -287,6 +288,17 @@ def test_wrong_keys_and_values_are_refused(override, message):
 )
 def test_asynchronous_schemes_clip_only_when_asked_to(overrides, clip):
     assert load("gpt-tiny", overrides).clip == clip
+
+
+@pytest.mark.parametrize("first", [0, 12_345])
+def test_sampled_steps_become_rarer(first):
+    """A log of any length has few spans, and yet at any moment some of not long ago."""
+    last = first + 100_000
+    sampled = [step for step in range(first, last) if _is_sampled(range(step, step + 1), 10, first, last)]
+    assert len(sampled) < 128 + 64 * 7
+    assert all((step + 1) % 10 == 0 for step in sampled[:128]) and sampled[-1] == last - 1
+    assert all(b - a <= max(20, (b - first) / 64) for a, b in pairwise(sampled))
+    assert sum(_is_sampled(range(step, step + 50), 1, 0, 500) for step in range(0, 500, 50)) == 10
 
 
 def test_a_wrong_source_is_refused(tmp_path):

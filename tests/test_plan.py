@@ -17,6 +17,7 @@ from chimera_mpi.schedule import STREAMS
 
 PLAN = ["plan", "gpt-tiny", "--machine", "piz-daint", "--schemes", "1f1b,chimera,zb_h1"]
 FOUR = [*PLAN, "--workers", "4", "--mini-batch", "16"]
+STREAM = [*FOUR, "--schemes", "pipedream_2bw", "--asynchronous", "--depths", "4"]
 
 
 def test_plan_says_what_is_best_and_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +120,20 @@ def test_scaling_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Capture
         ([*PLAN, "--workers", "512", "--mini-batch", "8"], "leaves some of 512 workers without a sample"),
         ([*FOUR, "--depths", "3"], "try one of [1, 2, 4]"),
         (["plan", "gpt-large", *FOUR[2:]], "neither a preset nor a file"),
+        ([*FOUR, "micro_batch_size=100"], "a mini-batch of 16 on 4 workers into micro-batches of 100: try 16\n"),
+        ([*FOUR, "micro_batch_size=5", "--depths", "2"], "into micro-batches of 5: try 4 or 8\n"),
+        (
+            [*FOUR, "--mini-batch", "7", "--max-micro-batch-size", "1", "--depths", "1"],
+            "have 2 samples at least, not 1",
+        ),
+        ([*FOUR, "--schemes", "chimera", "--depths", "1"], "(chimera needs an even depth, not 1): try depth 2 or 4\n"),
+        ([*FOUR, "--schemes", "chimera", "--workers", "3"], "even depth, not 3): try 2 or 4 workers\n"),
+        ([*STREAM, "micro_batch_size=8"], "pipedream_2bw of depth 4 needs as many micro-batches"),
+        ([*STREAM, "tied=true"], "tied weights at one: set tied=false): try depth 1\n"),
+        (
+            [*FOUR, "--mini-batch", "90000000", "micro_batch_size=1"],
+            "try larger micro-batches or a smaller mini-batch\n",
+        ),
     ],
 )
 def test_refusals_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

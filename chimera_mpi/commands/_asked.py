@@ -45,6 +45,14 @@ CHOSEN = (
 )  # keys that are results
 
 
+TWICE = {  # keys, and the options that would say the same or bound it
+    "scheme": "schemes",
+    "depth": "depths",
+    "mini_batch_size": "mini_batch",
+    "micro_batch_size": "max_micro_batch_size",
+}
+
+
 def asked_of(args: argparse.Namespace) -> Asked:
     from ..work import work_of
 
@@ -81,6 +89,9 @@ def wanted_of(source: str, overrides: Sequence[str], limits: Limits = Limits()) 
     for key in CHOSEN:
         if key in given:
             raise InputError(f"{key} is what plan chooses: leave it out, or give it to train")
+    for key, option in TWICE.items():
+        if key in given and getattr(limits, option) is not None:
+            raise InputError(f"{key}= is given, and --{option.replace('_', '-')} as well: leave one of them out")
     config = load(source, overrides)
     mini_batch = limits.mini_batch or config.mini_batch_size
     if mini_batch is None:

@@ -55,6 +55,8 @@ def loads(text: str, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
         orders[lines.index(cell.line)].append(cell.op)
     schedule = Schedule(scheme, _pipes(cells, lines), tuple(map(tuple, orders)))
     _check_doubles(cells)
+    if not schedule.micro_batches:
+        raise InputError("there is no micro-batch in it: each begins with a forward at stage 0, such as 0F0")
     if missing := missing_op(schedule):
         raise InputError(f"line {lines[schedule.worker(missing)]}: {missing} is missing")
     check_scheme(schedule)

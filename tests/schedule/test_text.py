@@ -40,6 +40,7 @@ def test_what_does_not_matter(text):
     [
         ("", "there is no op in it"),
         ("\n,,\n", "there is no op in it"),
+        ("0R0,0U0\n1R0,1U0", "there is no micro-batch in it"),
         ("0F0,0X0,0B0", "line 1, cell 2: '0X0' is no op"),
         ("0F0,0f1,0B0", "line 1, cell 2: '0f1' is no op"),
         ("0F0,0B0\n\n1F0,1B0,F0", "line 3, cell 3: 'F0' is no op"),

@@ -264,6 +264,8 @@ WRONG = {
     "required: --micro-batches": ["show", "chimera", "--depth", "4"],
     "chimera needs an even depth, not 5: try depth=4 or depth=6": ["show", "chimera", "--depth=5", *SHOW[4:]],
     "--depth: must be a whole number of 1 or more, not '0'": ["show", "chimera", "--depth", "0", *SHOW[4:]],
+    "--depth: must be 1,000,000,000,000,000 or less, not '9999": ["show", "chimera", "--depth", "9" * 5000, *SHOW[4:]],
+    "--forward: must have at most 1000 characters, not '0.999": [*SHOW, "--forward", f"0.{'9' * 5000}"],
     "not '4.5'": ["show", "chimera", "--depth", "4.5", *SHOW[4:]],
     "1f1b has no option 'pairs'": ["show", "1f1b", *SHOW[2:], "--pairs", "2"],
     "--forward has 3 values, but chimera has 4 stages": [*SHOW, "--forward", "1,2,3"],

@@ -128,6 +128,7 @@ def test_scaling_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Capture
         ),
         ([*FOUR, "--schemes", "chimera", "--depths", "1"], "(chimera needs an even depth, not 1): try depth 2 or 4\n"),
         ([*FOUR, "--schemes", "chimera", "--workers", "3"], "even depth, not 3): try 2 or 4 workers\n"),
+        ([*PLAN, "--workers", "4", "--mini-batch", "9" * 400], "must be 1,000,000,000,000,000 or less"),
         ([*FOUR, "scheme=gpipe"], "scheme= is given, and --schemes as well"),
         ([*FOUR, "--depths", "4", "depth=2"], "depth= is given, and --depths as well"),
         ([*FOUR, "mini_batch_size=32"], "mini_batch_size= is given, and --mini-batch as well"),

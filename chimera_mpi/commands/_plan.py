@@ -67,14 +67,19 @@ def _per_stage(words: str) -> float | list[float]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
+LONGEST_NUMBER = 1000  # characters; Python reads no whole number of some thousands
+
+
 def _number(word: str) -> float:
     """Exactly what was written: 0.1 as 1/10. Then sums are exact, and ties on the critical path are ties."""
     try:
         near = float(word)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{word}' is no number of seconds or bytes") from None
+        raise argparse.ArgumentTypeError(f"'{_cut(word)}' is no number of seconds or bytes") from None
     if near and not 1e-15 <= near <= 1e15:
-        raise argparse.ArgumentTypeError(f"must be 0 or between 1e-15 and 1e15, not {word}")
+        raise argparse.ArgumentTypeError(f"must be 0 or between 1e-15 and 1e15, not {_cut(word)}")
+    if len(word) > LONGEST_NUMBER:
+        raise argparse.ArgumentTypeError(f"must have at most {LONGEST_NUMBER} characters, not '{_cut(word)}'")
     value = Fraction(word) if near else Fraction(0)
     return value.numerator if value.denominator == 1 else cast(float, value)
 
@@ -86,11 +91,22 @@ def _link(words: str) -> Link:
     return Link(*numbers)
 
 
+MOST = 10**15  # that can be counted: beyond it floats are no longer exact
+
+
 def count(word: str) -> int:
     """A whole number of 1 or more, for argparse."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not '{word}'")
+    is_short = len(word) <= len(str(MOST))
+    if not word.isdecimal() or (is_short and int(word) < 1):
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not '{_cut(word)}'")
+    if not is_short or int(word) > MOST:
+        raise argparse.ArgumentTypeError(f"must be {MOST:,} or less, not '{_cut(word)}'")
     return int(word)
+
+
+def _cut(word: str) -> str:
+    """As much of it as a line has room for."""
+    return word if len(word) <= 40 else f"{word[:37]}..."
 
 
 _FURTHER: dict[str, tuple[str, Callable[[str], Any] | None, str]] = {

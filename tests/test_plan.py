@@ -12,7 +12,7 @@ import pytest
 
 from chimera_mpi.cli import main
 from chimera_mpi.config import load, schedule_of
-from chimera_mpi.predict.machine import read_machine, write_machine
+from chimera_mpi.predict.machine import machine_text, read_machine, write_machine
 from chimera_mpi.schedule import STREAMS
 
 PLAN = ["plan", "gpt-tiny", "--machine", "piz-daint", "--schemes", "1f1b,chimera,zb_h1"]
@@ -156,6 +156,17 @@ def test_what_nothing_fits_into_is_refused_and_writes_nothing(tmp_path: Path, ca
     err = capsys.readouterr().err
     assert "need at least" in err and "and it has 1 MB" in err and err.count("\n") == 1
     assert not path.exists()
+
+
+def test_a_name_writes_no_keys(tmp_path: Path, capsys) -> None:
+    box, source, path = tmp_path / "box.toml", tmp_path / "tiny\nsteps = 6 # b.toml", tmp_path / "plan.toml"
+    box.write_text(
+        machine_text(read_machine("small-box")).replace('name = "small-box"', r'name = "a\nsteps = 5 # b\r"')
+    )
+    source.write_text("layers = 2\nvocabulary = 259\n")
+    words = ["plan", str(source), "--machine", str(box), "--workers", "2", "--mini-batch", "4", "--json"]
+    assert main([*words, "-o", str(path)]) == 0
+    assert load(str(path)).steps == 100 and path.read_text().startswith("# Planned from tiny steps = 6 # b for 2")
 
 
 def test_neither_torch_nor_mpi_is_imported() -> None:

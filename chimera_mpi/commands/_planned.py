@@ -190,13 +190,19 @@ def configuration(asked: Asked, outcome: Outcome, workers: int) -> str:
     }
     unset = [name for name, value in values.items() if value is None]
     lines = [
-        f"# Planned from {asked.name} for {workers} ranks of {asked.machine.name}: D={choice.depth}, W={choice.width}.",
+        f"# Planned from {_in_a_line(asked.name)} for {workers} ranks of {_in_a_line(asked.machine.name)}: "
+        f"D={choice.depth}, W={choice.width}.",
         f"# A step of {outcome.mini_batch} samples is to take {best.step_s:.4g} s (Eq. 1: {best.formula_s:.4g} s),",
         f"# and at most {fullest_bytes(best) / 1e9:.4g} GB on a worker.",
         *(f"# TOML has no word for none: give train {name}=none as well." for name in unset),
         *(f"{name} = {_literal(value)}" for name, value in values.items() if value is not None),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _in_a_line(name: str) -> str:
+    """A name as a comment can have it: what is behind the end of a line would be keys."""
+    return "".join(letter if letter.isprintable() else " " for letter in name)
 
 
 def _literal(value: Any) -> str:

@@ -246,7 +246,13 @@ def test_show_never_fails(scheme: str, capsys: pytest.CaptureFixture[str]) -> No
 
 WRONG = {
     "mine.csv has a shape of its own: leave out --depth and --pairs": ["show", "mine.csv", "--depth=4", "--pairs=2"],
-    "no.csv cannot be read": ["check", "no.csv"],
+    "no.csv cannot be read (No such file or directory): give a CSV file": ["check", "no.csv"],
+    "'' cannot be read (No such file or directory): give a CSV file": ["check", ""],
+    "'a\\nb.csv' cannot be read": ["check", "a\nb.csv"],
+    ". cannot be read (Is a directory): give a CSV file": ["check", "."],
+    "more than can be planned at once, 1,000,000: try --steps 62500 or fewer": [*SHOW, "--steps", "99999999"],
+    "1,000,000: try chunks=62500 or micro_batches=2 or fewer": ["show", "interleaved", *SHOW[2:], "--chunks", "100000"],
+    "1,000,000: try waves=31250 or micro_batches=1 or fewer": ["show", "hanayo", *SHOW[2:], "--waves", "100000"],
     "invalid choice: 'nothing'": ["check", "no.csv", "--as", "nothing"],
     "takes seconds and seconds per byte, such as 1e-6,1e-10, not '1'": [*SHOW, "--link", "1"],
     "--groups: must be a whole number of 1 or more, not '0'": [*SHOW, "--groups", "0"],

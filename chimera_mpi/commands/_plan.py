@@ -297,9 +297,9 @@ class Plan:
 
     def repeated(self, steps: int) -> Plan:
         """So many steps, one after the other without a barrier."""
-        within_reach(
-            f"{steps} steps of {self.schedule.scheme}", self.schedule.stages, steps * self.schedule.micro_batches
-        )
+        stages, micro_batches = self.schedule.stages, self.schedule.micro_batches
+        what = f"{steps} steps of {self.schedule.scheme}"
+        within_reach(what, stages, steps * micro_batches, {"--steps ": stages * micro_batches})
         return replace(self, schedule=check(repeat(self.schedule, steps)))
 
     def passes(self) -> dict[str, int]:

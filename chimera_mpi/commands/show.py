@@ -20,6 +20,7 @@ from ..draw.look import duration, percent
 from ..errors import InputError
 from ..predict import steady_step_s
 from ..schedule import ALIASES, SCHEMES, Progress, Schedule, build, check, dumps, read
+from ..schedule.text import named
 from ..timeline import Timeline
 from ._plan import (
     Plan,
@@ -102,7 +103,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, str | None]:
         given = [option for option, value in shape.items() if value is not None]
         given += [f"--{option}" for option in scheme_options(args) if option != "sync"]
         if given:
-            raise InputError(f"{args.scheme} has a shape of its own: leave out {' and '.join(given)}")
+            raise InputError(f"{named(args.scheme)} has a shape of its own: leave out {' and '.join(given)}")
         return from_file(args.scheme, args.sync), args.sync
     scheme, options = parse_scheme(args.scheme)
     missing = [option for option, value in shape.items() if value is None]
@@ -118,7 +119,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, str | None]:
 def from_file(path: str, sync: str | None, scheme: str | None = None) -> Schedule:
     """The schedule in a CSV file, named after it unless it is to be held to what a scheme promises."""
     schedule = read(path, **{name: word for name, word in (("scheme", scheme), ("sync", sync)) if word})
-    return schedule if scheme else replace(schedule, scheme=Path(path).name)
+    return schedule if scheme else replace(schedule, scheme=named(Path(path).name))
 
 
 def show(schedule: Schedule, args: argparse.Namespace, sync: str | None) -> None:

@@ -8,6 +8,7 @@ torch.distributed.pipelining reads and writes.
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,13 +66,23 @@ def loads(text: str, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
 
 def read(path: str | Path, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
     """The schedule in a file (see `loads`)."""
-    path = Path(path)
+    name = os.fspath(path)
     try:
-        return loads(path.read_text(encoding="utf-8"), scheme, sync)
+        with open(name, encoding="utf-8") as file:
+            return loads(file.read(), scheme, sync)
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise InputError(
+            f"{named(name)} cannot be read ({why}): give a CSV file with a line for each worker, such as "
+            "chimera-mpi show SCHEME --csv FILE writes"
+        ) from None
     except InputError as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(f"{named(name)}: {error}") from None
+
+
+def named(name: str) -> str:
+    """A file's name as a line of text can have it."""
+    return name if name and name.isprintable() else repr(name)
 
 
 class _Cell(NamedTuple):
@@ -102,7 +113,7 @@ def _op(word: str, where: str) -> Op:
     match = _OP.fullmatch(word)
     if not match:
         wanted = "stage, one of F B I W R U, and micro-batch, such as 2F0 or, on pipeline 1, 2F0@1"
-        raise InputError(f"{where}: '{word[:40]}' is no op: it takes {wanted}")
+        raise InputError(f"{where}: {word[:40]!r} is no op: it takes {wanted}")
     stage, kind, index, pipe = match.groups()
     return Op(Kind(kind), int(pipe or 0), int(stage), int(index))
 

@@ -42,6 +42,7 @@ def test_what_does_not_matter(text):
         ("\n,,\n", "there is no op in it"),
         ("0R0,0U0\n1R0,1U0", "there is no micro-batch in it"),
         ("0F0,0X0,0B0", "line 1, cell 2: '0X0' is no op"),
+        ("0F0,\x1b[31m0B0", r"line 1, cell 2: '\\x1b\[31m0B0' is no op"),
         ("0F0,0f1,0B0", "line 1, cell 2: '0f1' is no op"),
         ("0F0,0B0\n\n1F0,1B0,F0", "line 3, cell 3: 'F0' is no op"),
         ("0F0,0B0,0B0", "line 1, cell 3: 0B0 is there twice, first in cell 2"),
@@ -75,7 +76,7 @@ def test_files(tmp_path):
     with pytest.raises(InputError, match=r"none\.csv cannot be read"):
         read(tmp_path / "none.csv")
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match=r"mine\.csv cannot be read"):
+    with pytest.raises(InputError, match=r"mine\.csv cannot be read \(it is no text\): give a CSV file"):
         read(path)
     path.write_text("0F0,0B")
     with pytest.raises(InputError, match=r"mine\.csv: line 1, cell 2: '0B' is no op"):

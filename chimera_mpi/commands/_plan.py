@@ -19,6 +19,7 @@ from ..predict.costs import PER_STAGE, TIMES, per_stage
 from ..schedule import (
     ALIASES,
     SCHEMES,
+    STREAMS,
     SYNCS,
     Kind,
     Progress,
@@ -52,8 +53,12 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def costs_of(args: argparse.Namespace) -> Costs:
-    """The costs that the command line gives; the defaults of `Costs` for the others."""
+    """The costs that the command line gives; the defaults of `Costs` for the others. Raises InputError."""
     given = {name: getattr(args, name) for name in (*TIMES, *_FURTHER)}
+    for name, links in _TRAVELS.items():
+        if given[name] is not None and all(given[link] is None for link in links):
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(f"{option} takes no time without a link: give --link A,B as well, or leave {option} out")
     return Costs(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -127,6 +132,9 @@ _FURTHER: dict[str, tuple[str, Callable[[str], Any] | None, str]] = {
     "jitter": ("ops take longer or shorter by up to this share, by chance", _number, "SHARE"),
     "seed": ("of chance, in jitter and search; default: 0", int, "SEED"),
 }
+
+
+_TRAVELS = {"message_bytes": ("link", "node_link"), "gradient_bytes": ("link",)}  # bytes, and what they travel over
 
 
 def add_order(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -205,7 +213,14 @@ def parse_scheme(spec: str) -> tuple[str, dict[str, Any]]:
             options[option] = type(default)(value)
         except ValueError:
             raise InputError(f"{name}: {option} must be {type(default).__name__}, not '{value}'") from None
+    refuse_sync(name, options)
     return name, options
+
+
+def refuse_sync(scheme: str, options: Mapping[str, Any]) -> None:
+    """Raises InputError if a stream is told when to update."""
+    if scheme in STREAMS and "sync" in options:
+        raise InputError(f"{scheme} updates each stage as soon as its gradients are whole: leave out sync")
 
 
 # ---- what a plan comes to

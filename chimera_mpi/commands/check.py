@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    schedule = from_file(args.file, args.sync, ALIASES.get(args.scheme, args.scheme))
+    schedule = from_file(args.file, args, ALIASES.get(args.scheme, args.scheme))
     if not args.json:
         print(f"{named(args.file)} is sound: {_shape(schedule)}\n")
     show(schedule, args, args.sync)

@@ -36,13 +36,14 @@ def dumps(schedule: Schedule) -> str:
     return "".join(",".join(row) + "\n" for row in rows)
 
 
-def loads(text: str, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
+def loads(text: str, scheme: str = "csv", sync: str | None = None) -> Schedule:
     """The schedule that `text` describes, checked; raises InputError, with line and cell. If `scheme` is one of the
     registry, it is held to what that has where, and to what it keeps.
 
     Line endings, a byte order mark, blanks, empty cells and blank lines do not matter. Cells that torch adds
     for what is implied here (messages, sharding, the reduction of gradients) are passed over; two ops that
-    it overlaps follow each other. Where there are no updates they are added by `sync` (see `with_updates`).
+    it overlaps follow each other. Where there are no updates they are added by `sync` (see `with_updates`),
+    "eager_opt" by default; where there are, it is to be left out.
     """
     try:
         cells = list(_cells(text))
@@ -60,11 +61,13 @@ def loads(text: str, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
         raise InputError("there is no micro-batch in it: each begins with a forward at stage 0, such as 0F0")
     if missing := missing_op(schedule):
         raise InputError(f"line {lines[schedule.worker(missing)]}: {missing} is missing")
+    if sync and schedule.updates:
+        raise InputError("its all-reduces and updates, R and U, are where it has them: leave out sync, or those")
     check_scheme(schedule)
-    return check(with_updates(schedule, sync))
+    return check(with_updates(schedule, sync or "eager_opt"))
 
 
-def read(path: str | Path, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
+def read(path: str | Path, scheme: str = "csv", sync: str | None = None) -> Schedule:
     """The schedule in a file (see `loads`)."""
     name = os.fspath(path)
     try:

@@ -69,6 +69,12 @@ def test_an_order_that_cannot_be_carried_out_is_refused():
         loads("0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0")
 
 
+def test_updates_that_are_there_are_by_no_sync():
+    with pytest.raises(InputError, match="R and U, are where it has them: leave out sync"):
+        loads("0F0,0B0,0R0,0U0", sync="lazy")
+    assert loads("0F0,0B0,0R0,0U0") == loads("0F0,0B0", sync="lazy")
+
+
 def test_files(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(dumps(build("zb_v", 2, 3)), encoding="utf-8-sig")

@@ -424,6 +424,13 @@ def test_compare_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch
     assert lines[1].split() == ["bubble", "live", "exposed"] and lines[2].split()[-1] == "all-reduce"
 
 
+def test_compare_counts_once_and_breaks_no_words(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "3")
+    assert main(["compare", "1f1b", "--depth", "4", "--micro-batches", "4,4"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("1f1b") == 1 and "* best of its column. Weights\n" in out
+
+
 def test_compare_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--depth", "5", "--micro-batches", "5"]) == 0
     assert "left out: chimera needs an even depth, not 5" in capsys.readouterr().out

@@ -29,6 +29,11 @@ def test_plan_says_what_is_best_and_why(capsys: pytest.CaptureFixture[str]) -> N
     assert not err and "\x1b" not in out
 
 
+def test_one_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--workers", "1", "--mini-batch", "1"]) == 0
+    assert "gpt-tiny on 1 worker of piz-daint, 1 sample of 64 tokens a step" in capsys.readouterr().out
+
+
 def test_json_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FOUR, "--json", "--best", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -124,7 +129,7 @@ def test_scaling_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Capture
         ([*FOUR, "micro_batch_size=5", "--depths", "2"], "into micro-batches of 5: try 4 or 8\n"),
         (
             [*FOUR, "--mini-batch", "7", "--max-micro-batch-size", "1", "--depths", "1"],
-            "have 2 samples at least, not 1",
+            "have at least 2 samples, not 1",
         ),
         ([*FOUR, "--schemes", "chimera", "--depths", "1"], "(chimera needs an even depth, not 1): try depth 2 or 4\n"),
         ([*FOUR, "--schemes", "chimera", "--workers", "3"], "even depth, not 3): try 2 or 4 workers\n"),

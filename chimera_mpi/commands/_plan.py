@@ -109,6 +109,11 @@ def count(word: str) -> int:
     return int(word)
 
 
+def counts(words: str) -> list[int]:
+    """Such numbers, separated by commas, each once."""
+    return list(dict.fromkeys(count(word) for word in words.split(",")))
+
+
 def _cut(word: str) -> str:
     """As much of it as a line has room for."""
     return word if len(word) <= 40 else f"{word[:37]}..."

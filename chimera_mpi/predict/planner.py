@@ -555,7 +555,8 @@ def _nothing_fits(bench: _Bench, unfit: Sequence[_Candidate], workers: int, mini
     lacking, choice = next(_by_lack(bench, (candidate.choice for candidate in unfit)))
     limit = bench.machine.memory_bytes
     return (
-        f"nothing fits into the memory of {bench.machine.name}: {mini_batch} samples on {workers} workers need "
+        f"nothing fits into the memory of {bench.machine.name}: {counted(mini_batch, 'sample')} on "
+        f"{counted(workers, 'worker')} need "
         f"at least {gigabytes(limit + lacking)} on one of them ({described(choice)}), and it has {gigabytes(limit)}: "
         f"{_more_room(choice)}"
     )
@@ -577,6 +578,10 @@ def described(choice: Choice) -> str:
     )
 
 
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def gigabytes(size_bytes: float) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if size_bytes >= size:
@@ -589,12 +594,13 @@ def _no_choice(bench: _Bench, space: Space, workers: int, mini_batch: int) -> st
     asked = [depth for depth in depths if depth in (space.depths or depths)]
     if not asked:
         named = ", ".join(map(str, space.depths or ()))
-        return f"no depth of {named} divides {workers} workers into pipelines of at most {layers}: try one of {depths}"
+        many = counted(workers, "worker")
+        return f"no depth of {named} divides {many} into pipelines of at most {layers}: try one of {depths}"
     if mini_batch * max(asked) < workers:
         return (
-            f"a mini-batch of {mini_batch} leaves some of {workers} workers without a sample, as pipelines have at "
-            f"most {max(asked)} of them: give at least {-(-workers // max(asked))} samples, "
-            f"or at most {mini_batch * max(asked)} workers"
+            f"a mini-batch of {mini_batch} leaves some of {counted(workers, 'worker')} without a sample, as pipelines "
+            f"have at most {max(asked)} of them: give at least {counted(-(-workers // max(asked)), 'sample')}, "
+            f"or at most {counted(mini_batch * max(asked), 'worker')}"
         )
     families = list(_families(bench, space, workers, mini_batch))
     if not families:
@@ -613,11 +619,11 @@ def _no_family(bench: _Bench, space: Space, workers: int, mini_batch: int, asked
     if depths := fitting(workers):
         remedy = f"depth {_either(depths)}"
     elif near := [number for number in (workers - 1, workers + 1) if fitting(number)]:
-        remedy = f"{_either(near)} workers"
+        remedy = f"{_either(near)} worker{'s' * (near != [1])}"
     else:
         remedy = "other schemes"
     return (
-        f"{_either(space.schemes)} cannot have a depth of {_either(asked)} on {workers} workers ({reason}): "
+        f"{_either(space.schemes)} cannot have a depth of {_either(asked)} on {counted(workers, 'worker')} ({reason}): "
         f"try {remedy}"
     )
 
@@ -628,26 +634,24 @@ def _no_batch(bench: _Bench, space: Space, families: Sequence[Family], workers: 
     def cut(space: Space) -> list[tuple[Family, Batch]]:
         return [(of, batch) for of in families for batch in batches(of.scheme, mini_batch, workers // of.depth, space)]
 
-    asked = cut(space)
+    asked, whole = cut(space), f"a mini-batch of {mini_batch} on {counted(workers, 'worker')}"
     if not asked:
         sizes = sorted({batch.size for _, batch in cut(Space())})
-        of = f"a mini-batch of {mini_batch} on {workers} workers"
         if size := space.micro_batch_size:
             near = [*[less for less in sizes if less < size][-1:], *[more for more in sizes if more > size][:1]]
-            return f"no pipeline group can cut its share of {of} into micro-batches of {size}: try {_either(near)}"
-        return (
-            f"the micro-batches of {of} have {sizes[0]} samples at least, not {space.largest_micro_batch}: allow that"
-        )
+            return f"no pipeline group can cut its share of {whole} into micro-batches of {size}: try {_either(near)}"
+        least, most = sizes[0], space.largest_micro_batch
+        return f"the micro-batches of {whole} have at least {counted(least, 'sample')}, not {most}: allow so many"
     fewest = min(bench.placement(of).stages * batch.number for of, batch in asked)
     if fewest > MOST_CELLS:
         return (
-            f"at least {fewest:,} stages x micro-batches of a mini-batch of {mini_batch} are more than can be planned "
-            f"at once, {MOST_CELLS:,}: try larger micro-batches or a smaller mini-batch"
+            f"at least {fewest:,} stages x micro-batches of {whole} are more than can be planned at once, "
+            f"{MOST_CELLS:,}: try larger micro-batches or a smaller mini-batch"
         )
-    of, batch = min(asked, key=lambda each: each[0].depth - each[1].number)
+    nearest, batch = min(asked, key=lambda each: each[0].depth - each[1].number)
     return (
-        f"{of.scheme} of depth {of.depth} needs as many micro-batches, and a mini-batch of {mini_batch} on {workers} "
-        f"workers makes {batch.number}: try smaller micro-batches, a smaller depth or a larger mini-batch"
+        f"{nearest.scheme} of depth {nearest.depth} needs as many micro-batches, and {whole} makes {batch.number}: "
+        "try smaller micro-batches, a smaller depth or a larger mini-batch"
     )
 
 

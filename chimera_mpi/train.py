@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from .checkpoint import WEIGHTS, Checkpoint
 from .config import Config, Steps, fitting_depth, profiled, schedule_of
-from .data import Corpus, even_sizes
+from .data import Corpus
 from .errors import InputError, refusing
+from .fits import cut_as_asked, sizes_of
 from .models import Model, make_layer
-from .predict.partition import Cuts, Recompute, by_thirds, cut_at, cut_by, cut_uniformly, imbalance, stage_costs
+from .predict.partition import Cuts, Recompute, by_thirds, cut_at, cut_by, imbalance, stage_costs
 from .runlog import RunLog, StepRow
 from .runtime.agreement import Herald, agree
 from .runtime.clock import aligned_clock
@@ -94,7 +95,7 @@ def job_on(config: Config, workers: int, done: int = 0) -> Job:
     width = width_of(workers, config.depth)
     plan = schedule_of(config, done=done)
     task = task_of(config)
-    sizes = _sizes(config, width, plan.micro_batches)
+    sizes = sizes_of(config, width, plan.micro_batches)
     entering = token_specs(max(sizes), config.sequence_length, task.inputs)
     return job_of(config, width, plan, task, sizes, entering)
 
@@ -120,27 +121,14 @@ def ordered(config: Config, plan: Steps, costs: Sequence[float]) -> Steps:
 
 
 def _cuts(config: Config, model: Model, schedule: Schedule, flops: Sequence[float]) -> Cuts:
-    layers, stages = len(model.layers), schedule.stages
-    uniform = cut_uniformly(layers, stages)
+    layers = len(model.layers)
+    cuts = cut_as_asked(config, layers, schedule.stages)
     if config.partition == "flops":
         return cut_by(flops, schedule)
     if config.partition == "parameters":
         metas = (make_layer(model, index, seed=0, device="meta") for index in range(layers))
         return cut_by([sum(p.numel() for p in layer.parameters()) for layer in metas], schedule)
-    return cut_at(config.partition, layers, stages) if isinstance(config.partition, tuple) else uniform
-
-
-def _sizes(config: Config, width: int, micro_batches: int) -> tuple[int, ...]:
-    even = width * config.micro_batches * config.accumulate * config.micro_batch_size
-    if config.mini_batch_size is None:
-        return even_sizes(even, width * micro_batches)
-    if "micro_batch_size" in config.model_fields_set and config.mini_batch_size != even:
-        raise InputError(
-            f"mini_batch_size={config.mini_batch_size} is not {width} replicas x {config.micro_batches} micro-batches "
-            f"{f'x accumulate={config.accumulate} ' if config.accumulate > 1 else ''}"
-            f"x micro_batch_size={config.micro_batch_size} = {even}: set one of the two sizes"
-        )
-    return even_sizes(config.mini_batch_size, width * micro_batches)
+    return cuts
 
 
 class Progress(NamedTuple):

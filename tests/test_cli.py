@@ -246,12 +246,22 @@ def test_show_never_fails(scheme: str, capsys: pytest.CaptureFixture[str]) -> No
 
 WRONG = {
     "mine.csv has a shape of its own: leave out --depth and --pairs": ["show", "mine.csv", "--depth=4", "--pairs=2"],
-    "no.csv cannot be read": ["check", "no.csv"],
+    "no.csv cannot be read (No such file or directory): give a CSV file": ["check", "no.csv"],
+    "'' cannot be read (No such file or directory): give a CSV file": ["check", ""],
+    "'a\\nb.csv' cannot be read": ["check", "a\nb.csv"],
+    ". cannot be read (Is a directory): give a CSV file": ["check", "."],
+    "more than can be planned at once, 1,000,000: try --steps 62500 or fewer": [*SHOW, "--steps", "99999999"],
+    "1,000,000: try chunks=62500 or micro_batches=2 or fewer": ["show", "interleaved", *SHOW[2:], "--chunks", "100000"],
+    "1,000,000: try waves=31250 or micro_batches=1 or fewer": ["show", "hanayo", *SHOW[2:], "--waves", "100000"],
     "invalid choice: 'nothing'": ["check", "no.csv", "--as", "nothing"],
     "takes seconds and seconds per byte, such as 1e-6,1e-10, not '1'": [*SHOW, "--link", "1"],
     "--groups: must be a whole number of 1 or more, not '0'": [*SHOW, "--groups", "0"],
     "jitter and allreduce_busy are shares": [*SHOW, "--jitter", "2"],
-    "--message-bytes has 2 values, but chimera has 4 stages": [*SHOW, "--message-bytes", "1,2"],
+    "--message-bytes has 2 values, but chimera has 4 stages": [*SHOW, "--message-bytes", "1,2", "--link", "0,1"],
+    "--message-bytes takes no time without a link: give --link A,B": [*SHOW, "--message-bytes", "1"],
+    "--gradient-bytes takes no time without": [*COMPARE, "--gradient-bytes", "1", "--groups=8", "--node-link=0,1"],
+    "pipedream updates each stage as soon as": ["show", "pipedream", *SHOW[2:], "--sync", "lazy"],
+    "pipedream_2bw updates each stage as soon as": ["compare", "pipedream_2bw:sync=lazy", *COMPARE[1:]],
     "pipedream is a stream: only the order of a flush": ["show", "pipedream", *SHOW[2:], "--improve", "1"],
     "--improve: 'soon' is no number": [*SHOW, "--improve", "soon"],
     "--steps: must be a whole number of 1 or more, not '0'": [*SHOW, "--steps", "0"],
@@ -264,6 +274,8 @@ WRONG = {
     "required: --micro-batches": ["show", "chimera", "--depth", "4"],
     "chimera needs an even depth, not 5: try depth=4 or depth=6": ["show", "chimera", "--depth=5", *SHOW[4:]],
     "--depth: must be a whole number of 1 or more, not '0'": ["show", "chimera", "--depth", "0", *SHOW[4:]],
+    "--depth: must be 1,000,000,000,000,000 or less, not '9999": ["show", "chimera", "--depth", "9" * 5000, *SHOW[4:]],
+    "--forward: must have at most 1000 characters, not '0.999": [*SHOW, "--forward", f"0.{'9' * 5000}"],
     "not '4.5'": ["show", "chimera", "--depth", "4.5", *SHOW[4:]],
     "1f1b has no option 'pairs'": ["show", "1f1b", *SHOW[2:], "--pairs", "2"],
     "--forward has 3 values, but chimera has 4 stages": [*SHOW, "--forward", "1,2,3"],
@@ -410,6 +422,13 @@ def test_compare_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch
         "sync=eager_opt",
     ]
     assert lines[1].split() == ["bubble", "live", "exposed"] and lines[2].split()[-1] == "all-reduce"
+
+
+def test_compare_counts_once_and_breaks_no_words(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "3")
+    assert main(["compare", "1f1b", "--depth", "4", "--micro-batches", "4,4"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("1f1b") == 1 and "* best of its column. Weights\n" in out
 
 
 def test_compare_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,12 @@ import pytest
 
 from chimera_mpi.cli import main
 from chimera_mpi.config import load, schedule_of
-from chimera_mpi.predict.machine import read_machine, write_machine
+from chimera_mpi.predict.machine import machine_text, read_machine, write_machine
 from chimera_mpi.schedule import STREAMS
 
 PLAN = ["plan", "gpt-tiny", "--machine", "piz-daint", "--schemes", "1f1b,chimera,zb_h1"]
 FOUR = [*PLAN, "--workers", "4", "--mini-batch", "16"]
+STREAM = [*FOUR, "--schemes", "pipedream_2bw", "--asynchronous", "--depths", "4"]
 
 
 def test_plan_says_what_is_best_and_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +27,11 @@ def test_plan_says_what_is_best_and_why(capsys: pytest.CaptureFixture[str]) -> N
     assert "where the seconds of a step go" in out and "2 takes " in out
     assert "simulation and Eq. 1 differ by" in out
     assert not err and "\x1b" not in out
+
+
+def test_one_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--workers", "1", "--mini-batch", "1"]) == 0
+    assert "gpt-tiny on 1 worker of piz-daint, 1 sample of 64 tokens a step" in capsys.readouterr().out
 
 
 def test_json_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +125,25 @@ def test_scaling_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Capture
         ([*PLAN, "--workers", "512", "--mini-batch", "8"], "leaves some of 512 workers without a sample"),
         ([*FOUR, "--depths", "3"], "try one of [1, 2, 4]"),
         (["plan", "gpt-large", *FOUR[2:]], "neither a preset nor a file"),
+        ([*FOUR, "micro_batch_size=100"], "a mini-batch of 16 on 4 workers into micro-batches of 100: try 16\n"),
+        ([*FOUR, "micro_batch_size=5", "--depths", "2"], "into micro-batches of 5: try 4 or 8\n"),
+        (
+            [*FOUR, "--mini-batch", "7", "--max-micro-batch-size", "1", "--depths", "1"],
+            "have at least 2 samples, not 1",
+        ),
+        ([*FOUR, "--schemes", "chimera", "--depths", "1"], "(chimera needs an even depth, not 1): try depth 2 or 4\n"),
+        ([*FOUR, "--schemes", "chimera", "--workers", "3"], "even depth, not 3): try 2 or 4 workers\n"),
+        ([*PLAN, "--workers", "4", "--mini-batch", "9" * 400], "must be 1,000,000,000,000,000 or less"),
+        ([*FOUR, "scheme=gpipe"], "scheme= is given, and --schemes as well"),
+        ([*FOUR, "--depths", "4", "depth=2"], "depth= is given, and --depths as well"),
+        ([*FOUR, "mini_batch_size=32"], "mini_batch_size= is given, and --mini-batch as well"),
+        ([*FOUR, "--max-micro-batch-size", "3", "micro_batch_size=5"], "and --max-micro-batch-size as well"),
+        ([*STREAM, "micro_batch_size=8"], "pipedream_2bw of depth 4 needs as many micro-batches"),
+        ([*STREAM, "tied=true"], "tied weights at one: set tied=false): try depth 1\n"),
+        (
+            [*FOUR, "--mini-batch", "90000000", "micro_batch_size=1"],
+            "try larger micro-batches or a smaller mini-batch\n",
+        ),
     ],
 )
 def test_refusals_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +161,17 @@ def test_what_nothing_fits_into_is_refused_and_writes_nothing(tmp_path: Path, ca
     err = capsys.readouterr().err
     assert "need at least" in err and "and it has 1 MB" in err and err.count("\n") == 1
     assert not path.exists()
+
+
+def test_a_name_writes_no_keys(tmp_path: Path, capsys) -> None:
+    box, source, path = tmp_path / "box.toml", tmp_path / "tiny\nsteps = 6 # b.toml", tmp_path / "plan.toml"
+    box.write_text(
+        machine_text(read_machine("small-box")).replace('name = "small-box"', r'name = "a\nsteps = 5 # b\r"')
+    )
+    source.write_text("layers = 2\nvocabulary = 259\n")
+    words = ["plan", str(source), "--machine", str(box), "--workers", "2", "--mini-batch", "4", "--json"]
+    assert main([*words, "-o", str(path)]) == 0
+    assert load(str(path)).steps == 100 and path.read_text().startswith("# Planned from tiny steps = 6 # b for 2")
 
 
 def test_neither_torch_nor_mpi_is_imported() -> None:

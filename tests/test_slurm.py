@@ -68,6 +68,9 @@ def test_the_command_prints_the_job(capsys, monkeypatch):
     assert capsys.readouterr().out == job_script(made)
 
 
+PLANNED = ["gpt-tiny", "--job", "plan_and_train"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -82,6 +85,19 @@ def test_the_command_prints_the_job(capsys, monkeypatch):
         (["gpt-tiny", "--name", "a b"], "name 'a b' has characters that a shell reads"),
         (["gpt-tiny", "--option", "a b"], "'a b' is no option of sbatch"),
         (["gpt-tiny", "--nodes", "2", "-x"], "unrecognized arguments: -x"),
+        (["gpt-tiny", "checkpoint=none"], "resume=auto looks in the folder for checkpoints: give checkpoint=FOLDER"),
+        (["gpt-tiny", "layers=1", "depth=4", "--nodes", "4"], "the model has 3: try depth = 1, 2\n"),
+        (["gpt-tiny", "partition=[3,2]", "depth=3", "--nodes", "3"], "does not cut 10 layers into 3 stages"),
+        (["gpt-tiny", "mini_batch_size=1", "--nodes", "2"], "1 samples does not fill 8 micro-batches"),
+        (["gpt-tiny", "scheme=pipedream", "depth=2", "tied=true", "--nodes", "2"], "set tied=false"),
+        ([*PLANNED, "--nodes", "4"], "gpt-tiny has no mini_batch_size: give --mini-batch or mini_batch_size="),
+        ([*PLANNED, "mini_batch_size=8", "micro_batches=2"], "micro_batches is what plan chooses"),
+        ([*PLANNED, "mini_batch_size=8", "scheme=pipedream"], "or take another scheme"),
+        ([*PLANNED, "mini_batch_size=8", "scheme=nope"], "unknown scheme 'nope'"),
+        ([*PLANNED, "mini_batch_size=8", "checkpoint=none"], "resume=auto looks in the folder for checkpoints"),
+        ([*PLANNED, "mini_batch_size=8", "depth=3", "--nodes", "4"], "depth 3 does not divide the 4 MPI ranks"),
+        (["gpt-tiny", "--option", "time=0:01:00"], "would go over --time, which the job is made for: give --time"),
+        (["gpt-tiny", "--option", "nodes=5"], "would go over --nodes"),
     ],
 )
 def test_what_would_fail_in_the_job_is_refused_before(capsys, monkeypatch, tmp_path, words, message):
@@ -91,6 +107,13 @@ def test_what_would_fail_in_the_job_is_refused_before(capsys, monkeypatch, tmp_p
     assert main(["slurm", *(str(plan) if word == "PLAN" else word for word in words)]) == 2
     out, err = capsys.readouterr()
     assert message in err and err.count("\n") == 1 and not out
+
+
+def test_a_job_is_written_without_torch_and_mpi():
+    words = ["slurm", "gpt-tiny", "scheme=chimera", "depth=2", "--nodes", "2"]
+    run = f"import sys; from chimera_mpi.cli import main; main({words!r}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "mpi4py"} & set(done.stdout.splitlines()[-1].split())
 
 
 @pytest.mark.parametrize(

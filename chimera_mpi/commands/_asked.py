@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ..config import Config, load
 from ..errors import InputError
@@ -44,22 +45,63 @@ CHOSEN = (
 )  # keys that are results
 
 
+TWICE = {  # keys, and the options that would say the same or bound it
+    "scheme": "schemes",
+    "depth": "depths",
+    "mini_batch_size": "mini_batch",
+    "micro_batch_size": "max_micro_batch_size",
+}
+
+
 def asked_of(args: argparse.Namespace) -> Asked:
     from ..work import work_of
 
     machine = read_machine(args.machine)
-    given = {override.partition("=")[0] for override in args.overrides}
+    wanted = wanted_of(
+        args.source, args.overrides, Limits(**{of.name: getattr(args, of.name) for of in fields(Limits)})
+    )
+    work = work_of(wanted.config, machine.device)
+    return Asked(Path(args.source).stem, args.machine, wanted.config, work, machine, wanted.mini_batch, wanted.space)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Options of plan; by default none is given."""
+
+    mini_batch: int | None = None
+    schemes: Sequence[str] | None = None
+    asynchronous: bool = False
+    depths: Sequence[int] | None = None
+    max_micro_batch_size: int | None = None
+
+
+class Wanted(NamedTuple):
+    """What may be chosen for a model, whatever the machine."""
+
+    config: Config
+    mini_batch: int
+    space: Space
+
+
+def wanted_of(source: str, overrides: Sequence[str], limits: Limits = Limits()) -> Wanted:
+    """Raises InputError if these are not what plan takes."""
+    given = {override.partition("=")[0] for override in overrides}
     for key in CHOSEN:
         if key in given:
             raise InputError(f"{key} is what plan chooses: leave it out, or give it to train")
-    config = load(args.source, args.overrides)
-    mini_batch = args.mini_batch or config.mini_batch_size
+    for key, option in TWICE.items():
+        if key in given and getattr(limits, option) is not None:
+            raise InputError(f"{key}= is given, and --{option.replace('_', '-')} as well: leave one of them out")
+    config = load(source, overrides)
+    mini_batch = limits.mini_batch or config.mini_batch_size
     if mini_batch is None:
-        raise InputError(f"{args.source} has no mini_batch_size: give --mini-batch, the samples of a step")
+        raise InputError(
+            f"{source} has no mini_batch_size: give --mini-batch or mini_batch_size=, the samples of a step"
+        )
     space = Space(
-        schemes=_schemes(args, config, given),
-        depths=(config.depth,) if "depth" in given else args.depths and tuple(args.depths),
-        largest_micro_batch=args.max_micro_batch_size,
+        schemes=_schemes(limits, config, given),
+        depths=(config.depth,) if "depth" in given else tuple(limits.depths or ()) or None,
+        largest_micro_batch=limits.max_micro_batch_size,
         micro_batch_size=config.micro_batch_size if "micro_batch_size" in given else None,
         sharded=config.optimizer_sharding == "replicas",
         fp16=config.precision == "fp16",
@@ -69,20 +111,22 @@ def asked_of(args: argparse.Namespace) -> Asked:
         space = replace(space, recompute=(config.recompute,))
     if "sync" in given:
         space = replace(space, syncs=(config.sync,))
-    work = work_of(config, machine.device)
-    return Asked(Path(args.source).stem, args.machine, config, work, machine, mini_batch, space)
+    return Wanted(config, mini_batch, space)
 
 
-def _schemes(args: argparse.Namespace, config: Config, given: set[str]) -> tuple[str, ...]:
+def _schemes(limits: Limits, config: Config, given: set[str]) -> tuple[str, ...]:
     """Those that are named, in the order of the registry. An asynchronous one needs --asynchronous as well."""
-    named = [config.scheme] if "scheme" in given else args.schemes or [*SYNCHRONOUS, *(STREAMS * args.asynchronous)]
+    named = [config.scheme] if "scheme" in given else limits.schemes or [*SYNCHRONOUS, *(STREAMS * limits.asynchronous)]
     for name in named:
         if ALIASES.get(name, name) not in SCHEMES:
             raise InputError(f"unknown scheme '{name}': {nearest(name, [*SCHEMES, *ALIASES])}")
     schemes = {ALIASES.get(name, name) for name in named}
     streams = [scheme for scheme in STREAMS if scheme in schemes]
-    if streams and not args.asynchronous:
-        raise InputError(f"{streams[0]} is asynchronous, it trains on gradients of older weights: allow --asynchronous")
+    if streams and not limits.asynchronous:
+        raise InputError(
+            f"{streams[0]} is asynchronous, it trains on gradients of older weights: allow --asynchronous, or take "
+            "another scheme"
+        )
     return tuple(scheme for scheme in SCHEMES if scheme in schemes)
 
 

@@ -19,6 +19,7 @@ from ..predict.costs import PER_STAGE, TIMES, per_stage
 from ..schedule import (
     ALIASES,
     SCHEMES,
+    STREAMS,
     SYNCS,
     Kind,
     Progress,
@@ -52,8 +53,12 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def costs_of(args: argparse.Namespace) -> Costs:
-    """The costs that the command line gives; the defaults of `Costs` for the others."""
+    """The costs that the command line gives; the defaults of `Costs` for the others. Raises InputError."""
     given = {name: getattr(args, name) for name in (*TIMES, *_FURTHER)}
+    for name, links in _TRAVELS.items():
+        if given[name] is not None and all(given[link] is None for link in links):
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(f"{option} takes no time without a link: give --link A,B as well, or leave {option} out")
     return Costs(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -67,14 +72,19 @@ def _per_stage(words: str) -> float | list[float]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
+LONGEST_NUMBER = 1000  # characters; Python reads no whole number of some thousands
+
+
 def _number(word: str) -> float:
     """Exactly what was written: 0.1 as 1/10. Then sums are exact, and ties on the critical path are ties."""
     try:
         near = float(word)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{word}' is no number of seconds or bytes") from None
+        raise argparse.ArgumentTypeError(f"'{_cut(word)}' is no number of seconds or bytes") from None
     if near and not 1e-15 <= near <= 1e15:
-        raise argparse.ArgumentTypeError(f"must be 0 or between 1e-15 and 1e15, not {word}")
+        raise argparse.ArgumentTypeError(f"must be 0 or between 1e-15 and 1e15, not {_cut(word)}")
+    if len(word) > LONGEST_NUMBER:
+        raise argparse.ArgumentTypeError(f"must have at most {LONGEST_NUMBER} characters, not '{_cut(word)}'")
     value = Fraction(word) if near else Fraction(0)
     return value.numerator if value.denominator == 1 else cast(float, value)
 
@@ -86,11 +96,27 @@ def _link(words: str) -> Link:
     return Link(*numbers)
 
 
+MOST = 10**15  # that can be counted: beyond it floats are no longer exact
+
+
 def count(word: str) -> int:
     """A whole number of 1 or more, for argparse."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not '{word}'")
+    is_short = len(word) <= len(str(MOST))
+    if not word.isdecimal() or (is_short and int(word) < 1):
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not '{_cut(word)}'")
+    if not is_short or int(word) > MOST:
+        raise argparse.ArgumentTypeError(f"must be {MOST:,} or less, not '{_cut(word)}'")
     return int(word)
+
+
+def counts(words: str) -> list[int]:
+    """Such numbers, separated by commas, each once."""
+    return list(dict.fromkeys(count(word) for word in words.split(",")))
+
+
+def _cut(word: str) -> str:
+    """As much of it as a line has room for."""
+    return word if len(word) <= 40 else f"{word[:37]}..."
 
 
 _FURTHER: dict[str, tuple[str, Callable[[str], Any] | None, str]] = {
@@ -111,6 +137,9 @@ _FURTHER: dict[str, tuple[str, Callable[[str], Any] | None, str]] = {
     "jitter": ("ops take longer or shorter by up to this share, by chance", _number, "SHARE"),
     "seed": ("of chance, in jitter and search; default: 0", int, "SEED"),
 }
+
+
+_TRAVELS = {"message_bytes": ("link", "node_link"), "gradient_bytes": ("link",)}  # bytes, and what they travel over
 
 
 def add_order(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -189,7 +218,14 @@ def parse_scheme(spec: str) -> tuple[str, dict[str, Any]]:
             options[option] = type(default)(value)
         except ValueError:
             raise InputError(f"{name}: {option} must be {type(default).__name__}, not '{value}'") from None
+    refuse_sync(name, options)
     return name, options
+
+
+def refuse_sync(scheme: str, options: Mapping[str, Any]) -> None:
+    """Raises InputError if a stream is told when to update."""
+    if scheme in STREAMS and "sync" in options:
+        raise InputError(f"{scheme} updates each stage as soon as its gradients are whole: leave out sync")
 
 
 # ---- what a plan comes to
@@ -281,9 +317,9 @@ class Plan:
 
     def repeated(self, steps: int) -> Plan:
         """So many steps, one after the other without a barrier."""
-        within_reach(
-            f"{steps} steps of {self.schedule.scheme}", self.schedule.stages, steps * self.schedule.micro_batches
-        )
+        stages, micro_batches = self.schedule.stages, self.schedule.micro_batches
+        what = f"{steps} steps of {self.schedule.scheme}"
+        within_reach(what, stages, steps * micro_batches, {"--steps ": stages * micro_batches})
         return replace(self, schedule=check(repeat(self.schedule, steps)))
 
     def passes(self) -> dict[str, int]:

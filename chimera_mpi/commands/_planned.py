@@ -10,7 +10,7 @@ from typing import Any
 from ..draw.look import percent
 from ..predict.anatomy import Anatomy, anatomy
 from ..predict.estimate import Choice, Estimate
-from ..predict.planner import RIVAL, Outcome, described, fullest_bytes, gigabytes
+from ..predict.planner import RIVAL, Outcome, counted, described, fullest_bytes, gigabytes
 from ..schedule import STREAMS
 from ._asked import CHOSEN, Asked
 
@@ -18,8 +18,9 @@ from ._asked import CHOSEN, Asked
 def told(asked: Asked, outcome: Outcome, workers: int) -> Iterator[str]:
     limit = asked.machine.memory_bytes
     yield (
-        f"{asked.name} on {workers} workers of {asked.machine.name}, {outcome.mini_batch} samples of "
-        f"{asked.config.sequence_length} tokens a step, at most {gigabytes(limit)} a worker"
+        f"{asked.name} on {counted(workers, 'worker')} of {asked.machine.name}, "
+        f"{counted(outcome.mini_batch, 'sample')} of {counted(asked.config.sequence_length, 'token')} "
+        f"a step, at most {gigabytes(limit)} a worker"
     )
     yield ""
     yield from columns([TABLE, *(_row(asked, outcome, at, found) for at, found in enumerate(outcome.best, 1))])
@@ -190,13 +191,20 @@ def configuration(asked: Asked, outcome: Outcome, workers: int) -> str:
     }
     unset = [name for name, value in values.items() if value is None]
     lines = [
-        f"# Planned from {asked.name} for {workers} ranks of {asked.machine.name}: D={choice.depth}, W={choice.width}.",
-        f"# A step of {outcome.mini_batch} samples is to take {best.step_s:.4g} s (Eq. 1: {best.formula_s:.4g} s),",
+        f"# Planned from {_in_a_line(asked.name)} for {counted(workers, 'rank')} of {_in_a_line(asked.machine.name)}: "
+        f"D={choice.depth}, W={choice.width}.",
+        f"# A step of {counted(outcome.mini_batch, 'sample')} is to take {best.step_s:.4g} s "
+        f"(Eq. 1: {best.formula_s:.4g} s),",
         f"# and at most {fullest_bytes(best) / 1e9:.4g} GB on a worker.",
         *(f"# TOML has no word for none: give train {name}=none as well." for name in unset),
         *(f"{name} = {_literal(value)}" for name, value in values.items() if value is not None),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _in_a_line(name: str) -> str:
+    """A name as a comment can have it: what is behind the end of a line would be keys."""
+    return "".join(letter if letter.isprintable() else " " for letter in name)
 
 
 def _literal(value: Any) -> str:

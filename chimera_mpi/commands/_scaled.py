@@ -13,7 +13,7 @@ from ..draw.chart_text import chart_text
 from ..draw.look import percent
 from ..errors import InputError
 from ..predict.estimate import Estimate
-from ..predict.planner import RIVAL, Outcome, described, search
+from ..predict.planner import RIVAL, Outcome, counted, described, search
 from ._asked import Asked, progress_bar
 from ._plan import write
 from ._planned import columns, figures
@@ -65,7 +65,7 @@ def _scale_told(asked: Asked, rows: Sequence[Scale], strong: bool) -> Iterator[s
     yield from columns([heads, *(_scale_row(row, efficiency) for row in rows if row.outcome)])
     for row in rows:
         if row.refusal:
-            yield f"{row.workers} workers: {row.refusal}"
+            yield f"{counted(row.workers, 'worker')}: {row.refusal}"
     yield ""
     if len(efficiency) > 1:
         yield chart_text(_charts(asked, rows, strong)[1], ascii=not speaks_unicode())

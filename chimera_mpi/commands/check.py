@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 
 from ..schedule import ALIASES, SCHEMES, SYNCS, Schedule
+from ..schedule.text import named
 from ._plan import add_costs
 from .show import add_drawing, from_file, show
 
@@ -37,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    schedule = from_file(args.file, args.sync, ALIASES.get(args.scheme, args.scheme))
+    schedule = from_file(args.file, args, ALIASES.get(args.scheme, args.scheme))
     if not args.json:
-        print(f"{args.file} is sound: {_shape(schedule)}\n")
+        print(f"{named(args.file)} is sound: {_shape(schedule)}\n")
     show(schedule, args, args.sync)
     return 0
 

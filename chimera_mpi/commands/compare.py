@@ -25,7 +25,7 @@ from ..draw.look import duration
 from ..errors import InputError, complain
 from ..schedule import SCHEMES, paused_collector
 from ..timeline import Timeline
-from ._plan import Plan, add_costs, add_order, costs_of, count, parse_scheme, plan
+from ._plan import Plan, add_costs, add_order, costs_of, count, counts, parse_scheme, plan
 from ._terminal import columns
 from .show import add_files, write_files
 
@@ -38,7 +38,7 @@ EXAMPLE = """\
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scheme", nargs="*", metavar="SCHEME", help="SCHEME or SCHEME:option=value,...; default: all")
     parser.add_argument("--depth", type=count, required=True, metavar="D", help="workers of the pipeline")
-    parser.add_argument("--micro-batches", type=_counts, required=True, metavar="N,...", help="one number or several")
+    parser.add_argument("--micro-batches", type=counts, required=True, metavar="N,...", help="one number or several")
     add_costs(parser)
     add_order(parser)
     add_files(parser)
@@ -114,10 +114,6 @@ def _row(spec: str, made: Plan) -> Row:
     )
 
 
-def _counts(words: str) -> list[int]:
-    return [count(word) for word in words.split(",")]
-
-
 def _json(rows: list[Row], refused: list[Refusal]) -> None:
     found = {"schemes": [row._asdict() for row in rows], "refused": [refusal._asdict() for refusal in refused]}
     print(json.dumps(found, indent=1))
@@ -155,7 +151,7 @@ def _table(rows: list[Row], refused: list[Refusal]) -> None:
         *(f"left out: {reason}" for reason in dict.fromkeys(refusal.reason for refusal in refused)),
     ]
     for note in notes:
-        print(fill(note, width, subsequent_indent="  ", break_on_hyphens=False))
+        print(fill(note, max(width, 30), subsequent_indent="  ", break_on_hyphens=False))
 
 
 HEADS = (  # of the numbers, in two lines

@@ -19,7 +19,7 @@ from ..predict.machine import machines
 from ..predict.planner import search
 from ..schedule import STREAMS
 from ._asked import asked_of, progress_bar
-from ._plan import check_writable, count, write
+from ._plan import check_writable, count, counts, write
 from ._planned import configuration, figures, told
 from ._scaled import scale
 
@@ -33,16 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="PRESET|FILE.toml", help="what train takes: gpt2-paper, or a file of keys")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as precision=bf16")
     parser.add_argument("--machine", required=True, metavar="NAME|FILE", help=f"{', '.join(machines())}, or a file")
-    parser.add_argument(
-        "--workers", type=_counts, required=True, metavar="P,...", help="one number of ranks or several"
-    )
+    parser.add_argument("--workers", type=counts, required=True, metavar="P,...", help="one number of ranks or several")
     parser.add_argument("--mini-batch", type=count, metavar="M", help="samples of a step; by default the source's")
     space = parser.add_argument_group("what may be chosen")
     space.add_argument("--schemes", type=_names, metavar="NAME,...", help="default: all synchronous ones")
     space.add_argument(
         "--asynchronous", action="store_true", help=f"also {', '.join(STREAMS)}, whose gradients are of older weights"
     )
-    space.add_argument("--depths", type=_counts, metavar="D,...", help="default: all that divide the workers")
+    space.add_argument("--depths", type=counts, metavar="D,...", help="default: all that divide the workers")
     space.add_argument("--max-micro-batch-size", type=count, metavar="B", help="default: what memory has room for")
     scaling = parser.add_argument_group("several numbers of workers")
     scaling.add_argument("--strong", action="store_true", help="the same mini-batch for all of them")
@@ -71,10 +69,6 @@ def run(args: argparse.Namespace) -> int:
         if args.output:
             print(f"\nmpirun -n {args.workers[0]} chimera-mpi train {args.output}")
     return 0
-
-
-def _counts(words: str) -> list[int]:
-    return [count(word) for word in words.split(",")]
 
 
 def _names(words: str) -> list[str]:

@@ -20,6 +20,7 @@ from ..draw.look import duration, percent
 from ..errors import InputError
 from ..predict import steady_step_s
 from ..schedule import ALIASES, SCHEMES, Progress, Schedule, build, check, dumps, read
+from ..schedule.text import named
 from ..timeline import Timeline
 from ._plan import (
     Plan,
@@ -29,6 +30,7 @@ from ._plan import (
     costs_of,
     count,
     parse_scheme,
+    refuse_sync,
     scheme_options,
     seconds,
     under,
@@ -102,8 +104,8 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, str | None]:
         given = [option for option, value in shape.items() if value is not None]
         given += [f"--{option}" for option in scheme_options(args) if option != "sync"]
         if given:
-            raise InputError(f"{args.scheme} has a shape of its own: leave out {' and '.join(given)}")
-        return from_file(args.scheme, args.sync), args.sync
+            raise InputError(f"{named(args.scheme)} has a shape of its own: leave out {' and '.join(given)}")
+        return from_file(args.scheme, args), args.sync
     scheme, options = parse_scheme(args.scheme)
     missing = [option for option, value in shape.items() if value is None]
     if missing:
@@ -112,13 +114,18 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, str | None]:
     if twice := [option for option in options if option in apart]:
         raise InputError(f"{args.scheme} has its own {twice[0]}: leave out --{twice[0]}")
     options |= apart
+    refuse_sync(scheme, options)
     return check(build(scheme, args.depth, args.micro_batches, **options)), options.get("sync")
 
 
-def from_file(path: str, sync: str | None, scheme: str | None = None) -> Schedule:
-    """The schedule in a CSV file, named after it unless it is to be held to what a scheme promises."""
-    schedule = read(path, **{name: word for name, word in (("scheme", scheme), ("sync", sync)) if word})
-    return schedule if scheme else replace(schedule, scheme=Path(path).name)
+def from_file(path: str, args: argparse.Namespace, scheme: str | None = None) -> Schedule:
+    """The schedule in a CSV file, named after it unless it is to be held to what a scheme promises.
+
+    Where it is to have another order, what it has of all-reduces does not matter, and --sync is for that order.
+    """
+    sync = args.sync if args.order == "drawn" and args.improve is None else None
+    schedule = read(path, scheme or "csv", sync)
+    return schedule if scheme else replace(schedule, scheme=named(Path(path).name))
 
 
 def show(schedule: Schedule, args: argparse.Namespace, sync: str | None) -> None:

@@ -49,6 +49,10 @@ class Settings:
         for option in self.options:
             if not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", option):
                 raise InputError(f"{option!r} is no option of sbatch: give, for example, --option partition=gpu")
+            if ours := _SET.get(option.partition("=")[0]):
+                raise InputError(
+                    f"--option {option} would go over {ours}, which the job is made for: give {ours} instead"
+                )
         if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time):
             raise InputError(f"time {self.time!r} is none of Slurm's: try 1:00:00 for an hour, 2-00:00:00 for two days")
         if self.warning_s > LONGEST_WARNING_S:
@@ -65,6 +69,18 @@ class Settings:
     def ranks(self) -> int:
         """Of the whole job."""
         return self.nodes * self.ranks_per_node
+
+
+_SET = {  # options of sbatch, and that of this command which sets it
+    "job-name": "--name",
+    "nodes": "--nodes",
+    "ntasks": "--ranks-per-node",
+    "ntasks-per-node": "--ranks-per-node",
+    "gpus-per-node": "--gpus-per-node",
+    "cpus-per-task": "--cpus-per-rank",
+    "time": "--time",
+    "signal": "--warning-s",
+}
 
 
 def _seconds(time: str) -> int:
@@ -179,9 +195,15 @@ fi
 CONFIG=$RUN/plan.toml
 """
 
-_TRAIN = """\
-"${launcher[@]}" chimera-mpi train "$CONFIG" log="$RUN/log.h5" checkpoint="$RUN/checkpoints" resume=auto \\
-    time_limit=auto "${keys[@]}" "$@" &
+_ADDED = 'log="$RUN/log.h5" checkpoint="$RUN/checkpoints" resume=auto time_limit=auto'  # keys of train; others go over
+
+_TRAIN = (
+    f"""\
+"${{launcher[@]}}" chimera-mpi train "$CONFIG" \\
+    {_ADDED} \\
+"""
+    """\
+    "${keys[@]}" "$@" &
 started=$!
 sleep 1  # a child that is not srun yet may lose a signal
 ranks=$started
@@ -207,6 +229,7 @@ if [ "$status" -eq 75 ]; then
 fi
 exit "$status"
 """
+)
 
 _MEASURE = """\
 exec "${launcher[@]}" chimera-mpi calibrate "$CONFIG" "${keys[@]}" "$@" -o "$MACHINE"
@@ -283,8 +306,18 @@ def _refuse_what_would_fail(settings: Settings) -> None:
     """Raises InputError now for what the job would find only after it has waited in the queue."""
     if not os.path.isfile(settings.env):
         raise InputError(f"there is no {settings.env}: name your cluster's by --env, or run this where it lies")
-    from ..config import fitting_depth, load, schedule_on
+    from ..config import check_together, fitting_depth, load
+    from ..fits import check_on
+    from ..schedule import width_of
+    from ._asked import wanted_of
 
-    config = load(settings.config, settings.keys)
-    if settings.what == "train":  # a plan has a depth and a scheme of its own
-        fitting_depth(config, settings.ranks, schedule_on)
+    if settings.what == "calibrate":
+        load(settings.config, settings.keys)
+        return
+    config = load(settings.config, [*_ADDED.split(), *settings.keys])
+    check_together(config)
+    if settings.what == "train":
+        fitting_depth(config, settings.ranks, check_on)
+    else:
+        for depth in wanted_of(settings.config, settings.keys).space.depths or ():
+            width_of(settings.ranks, depth)

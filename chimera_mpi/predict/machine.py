@@ -58,6 +58,7 @@ class Point:
     activation_bytes: float = value("of one sample: what is kept for the backward", 0, 1e18, 0.0)
 
 
+SIZES = ("forward_flops", "backward_flops", "output_bytes", "activation_bytes")
 MOST_FLOPS_PER_S = 1e17
 DEVICES = ("cpu", "cuda")
 
@@ -74,6 +75,11 @@ class Compute:
         if not self.points:
             raise InputError("compute.points is empty: give at least one [[compute.points]] with kind, samples, times")
         for at, point in enumerate(self.points):
+            for name in SIZES:
+                if 0 < (size := getattr(point, name)) < 1:
+                    raise InputError(
+                        f"compute.points[{at}].{name}={size:g} is less than one of them: give 0, or 1 or more"
+                    )
             for way in "forward", "backward":
                 flops, seconds = point.samples * getattr(point, f"{way}_flops"), getattr(point, f"{way}_s")
                 if flops > MOST_FLOPS_PER_S * seconds:
@@ -342,7 +348,7 @@ def parse_machine(text: str, name: str) -> Machine:
     """The machine of a TOML text; errors begin with `name`."""
     try:
         tables = tomllib.loads(text)
-    except ValueError as error:  # of TOML, or of numbers with thousands of digits
+    except (ValueError, RecursionError) as error:  # of TOML, or of thousands of digits, or of lists within lists
         raise InputError(f"{name} is not a TOML file: {error}") from None
     head = tables.pop("machine", {})
     try:
@@ -399,7 +405,7 @@ def _entry(hint: Any, of: Field[Any], given: Any, key: str) -> Any:
     if kind in (int, float):
         return _number(kind, of, given, key)
     if not isinstance(given, kind):
-        raise InputError(f"{key}={given!r} must be a {kind.__name__}: {_unit(of)}")
+        raise InputError(f"{key}={_spelt(given)} must be a {kind.__name__}: {_unit(of)}")
     return given
 
 
@@ -409,9 +415,16 @@ def _number(kind: type, of: Field[Any], given: Any, key: str) -> float:
     if not sound or not limits["low"] <= given <= limits["high"] or kind(given) != given:
         whole = "a whole number " if kind is int else ""
         raise InputError(
-            f"{key}={given!r} must be {whole}from {limits['low']:g} to {limits['high']:g}: {limits['unit']}"
+            f"{key}={_spelt(given)} must be {whole}from {limits['low']:g} to {limits['high']:g}: {limits['unit']}"
         )
     return kind(given)
+
+
+def _spelt(given: Any) -> str:
+    try:
+        return repr(given)
+    except ValueError:  # hexadecimal numbers may be longer than Python writes in decimals
+        return "a number of thousands of digits"
 
 
 def _key(path: str, name: str) -> str:

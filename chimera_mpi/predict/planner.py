@@ -18,7 +18,7 @@ from math import inf, sqrt
 from typing import Any, NamedTuple, cast
 
 from ..errors import InputError
-from ..schedule import SCHEMES, STREAMS, Schedule, build, check_compatible, options_of, paused_collector
+from ..schedule import SCHEMES, STREAMS, Schedule, UnfitDepth, build, check_compatible, options_of, paused_collector
 from ..schedule.list_scheduler import peaks
 from ..schedule.schemes import LIVE
 from ..schedule.timing import makespan
@@ -327,6 +327,8 @@ class _Bench:
             cut_uniformly(len(self.work.layers), placement.stages)
             tied = placement.stages > 1 and self.work.tied_parameters > 0
             check_compatible(placement, tied=tied, sharded=space.sharded, fp16=space.fp16)
+        except UnfitDepth as error:
+            return error.fault  # its remedy knows neither the workers nor the other depths
         except InputError as error:
             return str(error)
         return None
@@ -553,7 +555,8 @@ def _nothing_fits(bench: _Bench, unfit: Sequence[_Candidate], workers: int, mini
     lacking, choice = next(_by_lack(bench, (candidate.choice for candidate in unfit)))
     limit = bench.machine.memory_bytes
     return (
-        f"nothing fits into the memory of {bench.machine.name}: {mini_batch} samples on {workers} workers need "
+        f"nothing fits into the memory of {bench.machine.name}: {counted(mini_batch, 'sample')} on "
+        f"{counted(workers, 'worker')} need "
         f"at least {gigabytes(limit + lacking)} on one of them ({described(choice)}), and it has {gigabytes(limit)}: "
         f"{_more_room(choice)}"
     )
@@ -575,6 +578,10 @@ def described(choice: Choice) -> str:
     )
 
 
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def gigabytes(size_bytes: float) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if size_bytes >= size:
@@ -587,12 +594,67 @@ def _no_choice(bench: _Bench, space: Space, workers: int, mini_batch: int) -> st
     asked = [depth for depth in depths if depth in (space.depths or depths)]
     if not asked:
         named = ", ".join(map(str, space.depths or ()))
-        return f"no depth of {named} divides {workers} workers into pipelines of at most {layers}: try one of {depths}"
+        many = counted(workers, "worker")
+        return f"no depth of {named} divides {many} into pipelines of at most {layers}: try one of {depths}"
     if mini_batch * max(asked) < workers:
         return (
-            f"a mini-batch of {mini_batch} leaves some of {workers} workers without a sample, as pipelines have at "
-            f"most {max(asked)} of them: give at least {-(-workers // max(asked))} samples, "
-            f"or at most {mini_batch * max(asked)} workers"
+            f"a mini-batch of {mini_batch} leaves some of {counted(workers, 'worker')} without a sample, as pipelines "
+            f"have at most {max(asked)} of them: give at least {counted(-(-workers // max(asked)), 'sample')}, "
+            f"or at most {counted(mini_batch * max(asked), 'worker')}"
         )
-    refused = _left_out(bench, space, (), workers)
-    return refused[0] if refused else f"no micro-batches of that size make up a mini-batch of {mini_batch}: try others"
+    families = list(_families(bench, space, workers, mini_batch))
+    if not families:
+        return _no_family(bench, space, workers, mini_batch, asked)
+    return _no_batch(bench, space, families, workers, mini_batch)
+
+
+def _no_family(bench: _Bench, space: Space, workers: int, mini_batch: int, asked: Sequence[int]) -> str:
+    """Why none of the schemes can have any of the depths that are asked for."""
+
+    def fitting(number: int) -> list[int]:
+        return sorted({of.depth for of in _families(bench, replace(space, depths=None), number, mini_batch)})
+
+    named = (Family(of, depth, how) for depth in asked[::-1] for of in space.schemes for how in _options(of, depth))
+    reason = next(reason for family in named if (reason := bench.why_not(family, space)))
+    if depths := fitting(workers):
+        remedy = f"depth {_either(depths)}"
+    elif near := [number for number in (workers - 1, workers + 1) if fitting(number)]:
+        remedy = f"{_either(near)} worker{'s' * (near != [1])}"
+    else:
+        remedy = "other schemes"
+    return (
+        f"{_either(space.schemes)} cannot have a depth of {_either(asked)} on {counted(workers, 'worker')} ({reason}): "
+        f"try {remedy}"
+    )
+
+
+def _no_batch(bench: _Bench, space: Space, families: Sequence[Family], workers: int, mini_batch: int) -> str:
+    """Why these have no micro-batches: none of a size that is asked for, or too many, or too few of them."""
+
+    def cut(space: Space) -> list[tuple[Family, Batch]]:
+        return [(of, batch) for of in families for batch in batches(of.scheme, mini_batch, workers // of.depth, space)]
+
+    asked, whole = cut(space), f"a mini-batch of {mini_batch} on {counted(workers, 'worker')}"
+    if not asked:
+        sizes = sorted({batch.size for _, batch in cut(Space())})
+        if size := space.micro_batch_size:
+            near = [*[less for less in sizes if less < size][-1:], *[more for more in sizes if more > size][:1]]
+            return f"no pipeline group can cut its share of {whole} into micro-batches of {size}: try {_either(near)}"
+        least, most = sizes[0], space.largest_micro_batch
+        return f"the micro-batches of {whole} have at least {counted(least, 'sample')}, not {most}: allow so many"
+    fewest = min(bench.placement(of).stages * batch.number for of, batch in asked)
+    if fewest > MOST_CELLS:
+        return (
+            f"at least {fewest:,} stages x micro-batches of {whole} are more than can be planned at once, "
+            f"{MOST_CELLS:,}: try larger micro-batches or a smaller mini-batch"
+        )
+    nearest, batch = min(asked, key=lambda each: each[0].depth - each[1].number)
+    return (
+        f"{nearest.scheme} of depth {nearest.depth} needs as many micro-batches, and {whole} makes {batch.number}: "
+        "try smaller micro-batches, a smaller depth or a larger mini-batch"
+    )
+
+
+def _either(words: Iterable[object]) -> str:
+    *others, last = map(str, words)
+    return f"{', '.join(others)} or {last}" if others else last

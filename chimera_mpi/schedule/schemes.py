@@ -213,7 +213,8 @@ def round_the_ring(scheme: str, depth: int, micro_batches: int, chunks: int) -> 
     """The workers of a pipeline that has `chunks` stages on each. Raises ScheduleError if it cannot be had."""
     if chunks < 1:
         raise ScheduleError(f"{scheme} needs at least 1 chunk a worker, not {chunks}: try chunks=2")
-    within_reach(scheme, depth * chunks, micro_batches)
+    stages = depth * chunks
+    within_reach(scheme, stages, micro_batches, {"chunks=": depth * micro_batches, "micro_batches=": stages})
     return down(depth) * chunks
 
 
@@ -228,7 +229,8 @@ def hanayo(depth: int, micro_batches: int, waves: int = 1) -> Schedule:
     """
     if waves < 1:
         raise ScheduleError(f"hanayo needs at least 1 wave, not {waves}: try waves=2")
-    within_reach("hanayo", 2 * depth * waves, micro_batches)
+    stages = 2 * depth * waves
+    within_reach("hanayo", stages, micro_batches, {"waves=": 2 * depth * micro_batches, "micro_batches=": stages})
     return weave("hanayo", [zigzag(depth, waves)], waving(depth, micro_batches, waves, 4 * depth * waves))
 
 

@@ -8,6 +8,7 @@ torch.distributed.pipelining reads and writes.
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,13 +36,14 @@ def dumps(schedule: Schedule) -> str:
     return "".join(",".join(row) + "\n" for row in rows)
 
 
-def loads(text: str, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
+def loads(text: str, scheme: str = "csv", sync: str | None = None) -> Schedule:
     """The schedule that `text` describes, checked; raises InputError, with line and cell. If `scheme` is one of the
     registry, it is held to what that has where, and to what it keeps.
 
     Line endings, a byte order mark, blanks, empty cells and blank lines do not matter. Cells that torch adds
     for what is implied here (messages, sharding, the reduction of gradients) are passed over; two ops that
-    it overlaps follow each other. Where there are no updates they are added by `sync` (see `with_updates`).
+    it overlaps follow each other. Where there are no updates they are added by `sync` (see `with_updates`),
+    "eager_opt" by default; where there are, it is to be left out.
     """
     try:
         cells = list(_cells(text))
@@ -55,21 +57,35 @@ def loads(text: str, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
         orders[lines.index(cell.line)].append(cell.op)
     schedule = Schedule(scheme, _pipes(cells, lines), tuple(map(tuple, orders)))
     _check_doubles(cells)
+    if not schedule.micro_batches:
+        raise InputError("there is no micro-batch in it: each begins with a forward at stage 0, such as 0F0")
     if missing := missing_op(schedule):
         raise InputError(f"line {lines[schedule.worker(missing)]}: {missing} is missing")
+    if sync and schedule.updates:
+        raise InputError("its all-reduces and updates, R and U, are where it has them: leave out sync, or those")
     check_scheme(schedule)
-    return check(with_updates(schedule, sync))
+    return check(with_updates(schedule, sync or "eager_opt"))
 
 
-def read(path: str | Path, scheme: str = "csv", sync: str = "eager_opt") -> Schedule:
+def read(path: str | Path, scheme: str = "csv", sync: str | None = None) -> Schedule:
     """The schedule in a file (see `loads`)."""
-    path = Path(path)
+    name = os.fspath(path)
     try:
-        return loads(path.read_text(encoding="utf-8"), scheme, sync)
+        with open(name, encoding="utf-8") as file:
+            return loads(file.read(), scheme, sync)
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise InputError(
+            f"{named(name)} cannot be read ({why}): give a CSV file with a line for each worker, such as "
+            "chimera-mpi show SCHEME --csv FILE writes"
+        ) from None
     except InputError as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(f"{named(name)}: {error}") from None
+
+
+def named(name: str) -> str:
+    """A file's name as a line of text can have it."""
+    return name if name and name.isprintable() else repr(name)
 
 
 class _Cell(NamedTuple):
@@ -100,7 +116,7 @@ def _op(word: str, where: str) -> Op:
     match = _OP.fullmatch(word)
     if not match:
         wanted = "stage, one of F B I W R U, and micro-batch, such as 2F0 or, on pipeline 1, 2F0@1"
-        raise InputError(f"{where}: '{word[:40]}' is no op: it takes {wanted}")
+        raise InputError(f"{where}: {word[:40]!r} is no op: it takes {wanted}")
     stage, kind, index, pipe = match.groups()
     return Op(Kind(kind), int(pipe or 0), int(stage), int(index))
 

@@ -6,7 +6,7 @@ Slots put the ops of a worker in order; they are not times.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .ops import Kind, Op, Schedule, ScheduleError
@@ -30,14 +30,17 @@ class Trip(NamedTuple):
 MOST_CELLS = 1_000_000  # of stages x micro-batches: planned in about a minute
 
 
-def within_reach(scheme: str, stages: int, micro_batches: int) -> None:
-    """Raises ScheduleError, before any time is spent, if there are more ops than can be planned."""
+def within_reach(what: str, stages: int, micro_batches: int, knobs: Mapping[str, int] | None = None) -> None:
+    """Raises ScheduleError, before any time is spent, if there are more ops than can be planned.
+
+    `knobs` are what can be turned down, as the user gives it, and the cells of one each.
+    """
     if stages * micro_batches > MOST_CELLS:
-        fits = MOST_CELLS // stages
-        few = f"micro_batches={fits}" if fits else f"{max(MOST_CELLS // micro_batches, 1)} stages"
+        cells = knobs or {"micro_batches=": stages}
+        few = [f"{knob}{MOST_CELLS // each}" for knob, each in cells.items() if each <= MOST_CELLS]
         raise ScheduleError(
-            f"{scheme} of {stages} x {micro_batches} stages x micro-batches is more than can be planned at once, "
-            f"{MOST_CELLS:,}: try {few} or fewer"
+            f"{what} of {stages} x {micro_batches} stages x micro-batches is more than can be planned at once, "
+            f"{MOST_CELLS:,}: try {' or '.join(few) or f'{max(MOST_CELLS // micro_batches, 1)} stages'} or fewer"
         )
 
 

@@ -88,6 +88,17 @@ def test_machines_that_ship():
         ("[compute]", "[[compute]]", "compute must be one table, not a list: write [compute] above its keys"),
         ("[machine]", "[[machine]]", "machine must be a table: write [machine] above its keys"),
         ("[link]", "[link", "is not a TOML file"),
+        ("[link]", f"x = {'[' * 5000}", "is not a TOML file"),
+        (
+            "memory_bytes = 8000000000.0",
+            f"memory_bytes = 0x{'F' * 5000}",
+            "a number of thousands of digits must be from",
+        ),
+        (
+            f"forward_flops = {BLOCK.forward_flops}",
+            "forward_flops = 1e-300",
+            "forward_flops=1e-300 is less than one of them",
+        ),
     ],
 )
 def test_files_that_make_no_sense(old, new, words):

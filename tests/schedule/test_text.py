@@ -40,7 +40,9 @@ def test_what_does_not_matter(text):
     [
         ("", "there is no op in it"),
         ("\n,,\n", "there is no op in it"),
+        ("0R0,0U0\n1R0,1U0", "there is no micro-batch in it"),
         ("0F0,0X0,0B0", "line 1, cell 2: '0X0' is no op"),
+        ("0F0,\x1b[31m0B0", r"line 1, cell 2: '\\x1b\[31m0B0' is no op"),
         ("0F0,0f1,0B0", "line 1, cell 2: '0f1' is no op"),
         ("0F0,0B0\n\n1F0,1B0,F0", "line 3, cell 3: 'F0' is no op"),
         ("0F0,0B0,0B0", "line 1, cell 3: 0B0 is there twice, first in cell 2"),
@@ -67,6 +69,12 @@ def test_an_order_that_cannot_be_carried_out_is_refused():
         loads("0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0")
 
 
+def test_updates_that_are_there_are_by_no_sync():
+    with pytest.raises(InputError, match="R and U, are where it has them: leave out sync"):
+        loads("0F0,0B0,0R0,0U0", sync="lazy")
+    assert loads("0F0,0B0,0R0,0U0") == loads("0F0,0B0", sync="lazy")
+
+
 def test_files(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(dumps(build("zb_v", 2, 3)), encoding="utf-8-sig")
@@ -74,7 +82,7 @@ def test_files(tmp_path):
     with pytest.raises(InputError, match=r"none\.csv cannot be read"):
         read(tmp_path / "none.csv")
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match=r"mine\.csv cannot be read"):
+    with pytest.raises(InputError, match=r"mine\.csv cannot be read \(it is no text\): give a CSV file"):
         read(path)
     path.write_text("0F0,0B")
     with pytest.raises(InputError, match=r"mine\.csv: line 1, cell 2: '0B' is no op"):

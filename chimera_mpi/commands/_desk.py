@@ -7,12 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, refusing
+from ..errors import InputError, RunFailed, refusing
 from ..predict import weight_versions
 from ._job import Asked, make_folder, on_rank_0
 from ._terminal import say
@@ -66,8 +66,9 @@ class Desk:
         return run
 
     def close(self, end: End) -> None:
-        if self.log is not None:
-            self.log.close(end.reason)
+        with suppress(RunFailed) if end.code == 1 else nullcontext():  # the first failure is the one to tell
+            if self.log is not None:
+                self.log.close(end.reason)
         self.stack.close()
 
     def _take_folder(self, config: Config, anew: bool) -> None:

@@ -145,7 +145,7 @@ def find_limit(
     end = slurm_end(job, environ) if job else None
     if end is None:
         return None
-    left_s = (end - datetime.now()).total_seconds()
+    left_s = end.timestamp() - time.time()  # the difference of two local times forgets that clocks are changed
     return TimeLimit(time.monotonic() + left_s, f"Slurm's end of job {job} at {end:%H:%M:%S}", save_s, laps)
 
 

@@ -164,12 +164,21 @@ def test_a_signal_is_noted_and_handlers_come_back(number):
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize("number", stopping.OF_OTHER_QUEUES)
+def test_a_warning_that_is_ignored_stays_so(number):
+    signal.signal(number, signal.SIG_IGN)
+    with Signals() as signals:
+        os.kill(os.getpid(), number)
+        assert signals.number == 0
+
+
 def test_signals_late_in_an_end_change_nothing():
     interrupt = signal.getsignal(signal.SIGINT)
     with Signals() as signals:
         signals.hush()
         os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR2)
     assert signals.number == 0 and signal.getsignal(signal.SIGINT) == interrupt
 
 

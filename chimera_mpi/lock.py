@@ -29,7 +29,7 @@ class Lock:
                     path.unlink(missing_ok=True)
                 os.close(descriptor)
                 raise
-            if os.fstat(descriptor).st_nlink:
+            if _is_at(path, descriptor):
                 self._descriptor = descriptor
                 with suppress(OSError):  # a full disk keeps nobody from locking
                     os.truncate(descriptor, 0)
@@ -47,6 +47,14 @@ class Lock:
             self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file still has this name. Over NFS one that another node has removed does not show by its number
+    of links."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False
 
 
 def owner(path: Path) -> str:

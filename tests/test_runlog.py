@@ -306,6 +306,23 @@ def test_no_locks_are_told_at_the_start_with_the_way_out(path, monkeypatch, code
     assert assert_whole(path) == 6
 
 
+def test_a_lock_on_a_file_that_has_lost_its_name_is_none(tmp_path, monkeypatch):
+    """Though it has links: over NFS a file that another node removes keeps its number of them."""
+    path, granted = tmp_path / "lock", lock.fcntl.flock
+
+    def late(descriptor, how):
+        monkeypatch.undo()
+        granted(descriptor, how)
+        path.rename(tmp_path / "gone")
+
+    monkeypatch.setattr(lock.fcntl, "flock", late)
+    held = lock.Lock(path)
+    with pytest.raises(BlockingIOError):
+        lock.Lock(path)
+    held.release()
+    assert os.listdir(tmp_path) == ["gone"]
+
+
 def test_the_variable_that_hdf5_reads():
     assert locks_wanted({}) and locks_wanted({"HDF5_USE_FILE_LOCKING": "BEST_EFFORT"})
     assert not locks_wanted({"HDF5_USE_FILE_LOCKING": "FALSE"}) and not locks_wanted({"HDF5_USE_FILE_LOCKING": "0"})

@@ -49,6 +49,12 @@ class Lock:
             self._descriptor = -1
 
 
+def beside(path: Path) -> Path:
+    """What to lock for the file at `path`, the same by whatever links it is reached."""
+    real = Path(os.path.realpath(path))
+    return real.with_name(real.name + ".lock")
+
+
 def _is_at(path: Path, descriptor: int) -> bool:
     """Whether the open file still has this name. Over NFS one that another node has removed does not show by its number
     of links."""

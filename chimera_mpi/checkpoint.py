@@ -200,16 +200,17 @@ def choose_named(
 
 
 @contextmanager
-def taken(folder: Path, locking: bool = True) -> Iterator[None]:
-    """Have a folder to write checkpoints in, which is made, to oneself. Raises InputError."""
+def taken(folder: Path, lock_at: Callable[[Path], Lock] = Lock) -> Iterator[None]:
+    """Have a folder to write checkpoints in, which is made, to oneself, and rid of what was never finished. Raises
+    InputError."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = Lock(folder / "lock", locking)
+        lock = lock_at(folder / "lock")
     except BlockingIOError as error:
         holder = owner(folder / "lock")
         raise InputError(
-            f"{folder} is being written by {holder}: wait for its end, or give another checkpoint=FOLDER"
+            f"{folder} is being written by {holder}: wait for its end, or save in another folder"
         ) from error
     except OSError as error:
         raise InputError(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
 import re
 from contextlib import suppress
 from pathlib import Path
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system that grants none
 
 
 class Lock:
@@ -47,6 +50,16 @@ class Lock:
             self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def lock_if_possible(path: Path) -> Lock:
+    """Raises `BlockingIOError` if another holds it; it is none where the file system grants none."""
+    try:
+        return Lock(path)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return Lock(path, wanted=False)
 
 
 def beside(path: Path) -> Path:

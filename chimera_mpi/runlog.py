@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .errors import InputError, RunFailed
-from .lock import Lock, beside, owner
+from .lock import NO_LOCKS, Lock, beside, owner
 from .schedule import Kind, Op, Schedule
 from .timeline import Span, Timeline
 
@@ -674,7 +674,6 @@ def _publish(draft: Path, path: Path) -> None:
         os.rename(draft, path)  # a file system without links: the lock and the look before must do
 
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -684,7 +683,7 @@ def _refusal(path: Path, error: OSError, more: str = "") -> InputError:
     reason = error.strerror or str(error)
     if error.errno == errno.EEXIST:
         return InputError(f"{path} exists and a log is never overwritten: give another log=FILE")
-    if error.errno in _NO_LOCKS:
+    if error.errno in NO_LOCKS:
         remedy = "set HDF5_USE_FILE_LOCKING=FALSE and see to it that one job writes it, or log to another file system"
         return InputError(f"{path}: its file system does not lock files ({reason}): {remedy}")
     if error.errno in _NO_SPACE:

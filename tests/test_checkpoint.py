@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from chimera_mpi import checkpoint
+from chimera_mpi import checkpoint, lock
 from chimera_mpi.checkpoint import (
     DTYPES,
     Draft,
@@ -321,6 +321,17 @@ def test_two_runs_cannot_have_one_folder(folder):
     with taken(folder):
         pass
     assert not (folder / "lock").exists()
+
+
+def test_where_no_locks_are_granted_only_the_command_line_insists(folder, monkeypatch):
+    def none(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(lock.fcntl, "flock", none)
+    with pytest.raises(InputError, match="HDF5_USE_FILE_LOCKING=FALSE"), taken(folder):
+        pass
+    with taken(folder, lock.lock_if_possible):
+        assert not (folder / "lock").exists()
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path):

@@ -74,6 +74,7 @@ class Desk:
     def _take_folder(self, config: Config, anew: bool) -> None:
         """Have the folder for checkpoints to oneself, without what others have left unfinished in it."""
         from ..checkpoint import clear, taken
+        from ..lock import Lock
         from ..runlog import locks_wanted
 
         assert config.checkpoint is not None
@@ -82,7 +83,7 @@ class Desk:
             return
         if anew:
             _refuse_folder(config.checkpoint, self.asked.choice)
-        self.stack.enter_context(taken(config.checkpoint, locks_wanted(os.environ)))
+        self.stack.enter_context(taken(config.checkpoint, partial(Lock, wanted=locks_wanted(os.environ))))
         self._has_folder = True
 
     def _open_log(self, job: Job, ranks: int, prediction: Prediction | None) -> None:

@@ -34,6 +34,7 @@ from safetensors import safe_open
 from safetensors.torch import load
 
 from .errors import InputError, refusing
+from .host import sync_folder
 from .lock import Lock, owner
 
 FORMAT, SCHEMA = "chimera_mpi checkpoint", 1
@@ -290,12 +291,12 @@ class Draft:
             file.write(_first_line(rest) + b"\n" + rest)
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(self.part)
+        sync_folder(self.part)
         for other in found_in(self.folder):
             if int(other.name.removeprefix("step-")) > since:
                 _set_aside(other)
         os.rename(self.part, self.path)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         with suppress(OSError):  # one that cannot be removed is in nobody's way
             for old in found_in(self.folder)[keep:]:
                 leaving = old.with_name(old.name + PART)
@@ -344,15 +345,6 @@ def _set_aside(path: Path) -> None:
 def _write(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _sync_folder(path: Path) -> None:
-    """Put names on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import shutil
-from contextlib import suppress
+import stat
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -297,6 +298,21 @@ def ends_within(monkeypatch, calls, act):
             act()
             return True
     return False
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_may_have_no_way_to_sync_a_folder(folder, monkeypatch, code):
+    """But where it has one, it must not fail."""
+    sync = os.fsync
+
+    def of_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    with nullcontext() if code != errno.EIO else pytest.raises(OSError):
+        assert whole(write(folder, 5))
 
 
 def test_what_the_disk_refuses_is_an_error_of_the_system(folder, monkeypatch):

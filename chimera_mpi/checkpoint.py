@@ -160,10 +160,11 @@ def found_in(folder: Path) -> list[Path]:
 
 
 class Choice(NamedTuple):
-    """The checkpoint to go on from, if there is one, and why later ones were passed over."""
+    """The checkpoint to go on from, if there is one, why later ones were passed over, and among which it was chosen."""
 
     checkpoint: Checkpoint | None
     passed_over: tuple[str, ...] = ()
+    among: tuple[Path, ...] = ()
 
 
 def choose_newest(paths: Sequence[Path], whole: Callable[[Path], Checkpoint]) -> Choice:

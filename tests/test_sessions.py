@@ -16,6 +16,7 @@ import torch
 from chimera_mpi import checkpoint, runlog
 from chimera_mpi.checkpoint import found_in, open_checkpoint
 from chimera_mpi.cli import main
+from chimera_mpi.commands._desk import Desk
 from chimera_mpi.config import Config, steps_of_stream
 from chimera_mpi.data import prepare
 from chimera_mpi.errors import RunFailed
@@ -146,6 +147,26 @@ def finished(train):
 
 def snapshot(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("seen", "resume"), [(2, "auto"), (0, "auto"), (2, "checkpoints/step-00000002")])
+def test_what_another_job_has_written_meanwhile_is_gone_on_from(train, monkeypatch, seen, resume):
+    """It had the folder when this one chose its checkpoint."""
+    assert train("steps=4")[0] == 0
+    shorten(Path("checkpoints"), seen)
+    take = Desk._take_folder
+
+    def late(self, config, anew):
+        for path in Path().glob("of-later-*"):
+            path.rename(Path("checkpoints", path.name.removeprefix("of-later-")))
+        take(self, config, anew)
+
+    monkeypatch.setattr(Desk, "_take_folder", late)
+    code, told = train(f"resume={resume}", "steps=4")
+    assert code == 2 and told.count("\n") == 1
+    assert "step-00000004 was written after this job had looked what to go on from: start it again" in told
+    assert train("resume=auto", "steps=4")[0] == 0
+    assert [path.name for path in found_in(Path("checkpoints"))] == ["step-00000004", "step-00000002"]
 
 
 def test_stopped_at_once_it_names_the_checkpoint_that_it_goes_on_from(train):

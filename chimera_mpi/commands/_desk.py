@@ -82,8 +82,10 @@ class Desk:
             clear(config.checkpoint)
             return
         if anew:
-            _refuse_folder(config.checkpoint, self.asked.choice)
+            _refuse_folder(config.checkpoint, config.resume, self.asked.choice)
         self.stack.enter_context(taken(config.checkpoint, partial(Lock, wanted=locks_wanted(os.environ))))
+        if anew:  # another job may have had it until now
+            _refuse_folder(config.checkpoint, config.resume, self.asked.choice)
         self._has_folder = True
 
     def _open_log(self, job: Job, ranks: int, prediction: Prediction | None) -> None:
@@ -156,17 +158,20 @@ def _plan(log: RunLog, prediction: Prediction | None) -> None:
         log.plan(prediction.spans)
 
 
-def _refuse_folder(folder: Path, choice: Choice) -> None:
-    """Raises InputError if another run's checkpoints are in it."""
+def _refuse_folder(folder: Path, resume: str | None, choice: Choice) -> None:
+    """Raises InputError if another run's checkpoints are in it, or some that were not there when this run chose."""
     from ..checkpoint import found_in
 
     with refusing(f"checkpoint={folder} cannot be read"):
         there, begins = found_in(folder), choice.checkpoint
-    if there and (begins is None or begins.path.parent.resolve() != folder.resolve()):
+    goes_on = resume == "auto" or (begins is not None and begins.path.parent.resolve() == folder.resolve())
+    if there and not goes_on:
         raise InputError(
             f"{there[0]} is there already, and this run does not go on from it: "
             "set resume=auto, or give another checkpoint=FOLDER"
         )
+    if new := [path for path in there if path.name not in {other.name for other in choice.among}]:
+        raise InputError(f"{new[0]} was written after this job had looked what to go on from: start it again")
 
 
 def _check_log(path: Path, job: Job, validation_sha256: str, done: int) -> None:

@@ -34,7 +34,7 @@ from safetensors import safe_open
 from safetensors.torch import load
 
 from .errors import InputError, refusing
-from .host import sync_folder
+from .host import sync
 from .lock import Lock, owner
 
 FORMAT, SCHEMA = "chimera_mpi checkpoint", 1
@@ -292,12 +292,12 @@ class Draft:
             file.write(_first_line(rest) + b"\n" + rest)
             file.flush()
             os.fsync(file.fileno())
-        sync_folder(self.part)
+        sync(self.part)
         for other in found_in(self.folder):
             if int(other.name.removeprefix("step-")) > since:
                 _set_aside(other)
         os.rename(self.part, self.path)
-        sync_folder(self.folder)
+        sync(self.folder)
         with suppress(OSError):  # one that cannot be removed is in nobody's way
             for old in found_in(self.folder)[keep:]:
                 leaving = old.with_name(old.name + PART)

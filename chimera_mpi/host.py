@@ -33,8 +33,8 @@ def keep_freed_memory() -> bool:
     return bool(keeps and mallopt(trim_threshold, (1 << 31) - 1) and mallopt(top_pad, 64 << 20))
 
 
-def sync_folder(path: Path) -> None:
-    """Put the names in it on disk, where its file system has a way to."""
+def sync(path: Path) -> None:
+    """Put a file on disk, or the names in a folder, where its file system has a way to."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -34,6 +34,7 @@ from safetensors import safe_open
 from safetensors.torch import load
 
 from .errors import InputError, refusing
+from .host import sync
 from .lock import Lock, owner
 
 FORMAT, SCHEMA = "chimera_mpi checkpoint", 1
@@ -159,10 +160,11 @@ def found_in(folder: Path) -> list[Path]:
 
 
 class Choice(NamedTuple):
-    """The checkpoint to go on from, if there is one, and why later ones were passed over."""
+    """The checkpoint to go on from, if there is one, why later ones were passed over, and among which it was chosen."""
 
     checkpoint: Checkpoint | None
     passed_over: tuple[str, ...] = ()
+    among: tuple[Path, ...] = ()
 
 
 def choose_newest(paths: Sequence[Path], whole: Callable[[Path], Checkpoint]) -> Choice:
@@ -200,16 +202,17 @@ def choose_named(
 
 
 @contextmanager
-def taken(folder: Path, locking: bool = True) -> Iterator[None]:
-    """Have a folder to write checkpoints in, which is made, to oneself. Raises InputError."""
+def taken(folder: Path, lock_at: Callable[[Path], Lock] = Lock) -> Iterator[None]:
+    """Have a folder to write checkpoints in, which is made, to oneself, and rid of what was never finished. Raises
+    InputError."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = Lock(folder / "lock", locking)
+        lock = lock_at(folder / "lock")
     except BlockingIOError as error:
         holder = owner(folder / "lock")
         raise InputError(
-            f"{folder} is being written by {holder}: wait for its end, or give another checkpoint=FOLDER"
+            f"{folder} is being written by {holder}: wait for its end, or save in another folder"
         ) from error
     except OSError as error:
         raise InputError(
@@ -289,12 +292,12 @@ class Draft:
             file.write(_first_line(rest) + b"\n" + rest)
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(self.part)
+        sync(self.part)
         for other in found_in(self.folder):
             if int(other.name.removeprefix("step-")) > since:
                 _set_aside(other)
         os.rename(self.part, self.path)
-        _sync_folder(self.folder)
+        sync(self.folder)
         with suppress(OSError):  # one that cannot be removed is in nobody's way
             for old in found_in(self.folder)[keep:]:
                 leaving = old.with_name(old.name + PART)
@@ -343,15 +346,6 @@ def _set_aside(path: Path) -> None:
 def _write(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _sync_folder(path: Path) -> None:
-    """Put names on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import sys
@@ -30,6 +31,18 @@ def keep_freed_memory() -> bool:
         return False
     keeps = mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 32 << 20)
     return bool(keeps and mallopt(trim_threshold, (1 << 31) - 1) and mallopt(top_pad, 64 << 20))
+
+
+def sync(path: Path) -> None:
+    """Put a file on disk, or the names in a folder, where its file system has a way to."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def resident_bytes() -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
 import re
 from contextlib import suppress
 from pathlib import Path
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system that grants none
 
 
 class Lock:
@@ -29,7 +32,7 @@ class Lock:
                     path.unlink(missing_ok=True)
                 os.close(descriptor)
                 raise
-            if os.fstat(descriptor).st_nlink:
+            if _is_at(path, descriptor):
                 self._descriptor = descriptor
                 with suppress(OSError):  # a full disk keeps nobody from locking
                     os.truncate(descriptor, 0)
@@ -47,6 +50,30 @@ class Lock:
             self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def lock_if_possible(path: Path) -> Lock:
+    """Raises `BlockingIOError` if another holds it; it is none where the file system grants none."""
+    try:
+        return Lock(path)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return Lock(path, wanted=False)
+
+
+def beside(path: Path) -> Path:
+    """What to lock for the file at `path`, the same by whatever links it is reached."""
+    real = Path(os.path.realpath(path))
+    return real.with_name(real.name + ".lock")
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file still has this name. Over NFS one that another node has removed does not show by its number
+    of links."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False
 
 
 def owner(path: Path) -> str:

@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .errors import InputError, RunFailed
-from .lock import Lock, owner
+from .lock import NO_LOCKS, Lock, beside, owner
 from .schedule import Kind, Op, Schedule
 from .timeline import Span, Timeline
 
@@ -199,7 +199,7 @@ class RunLog:
         path = Path(path)
         if os.path.lexists(path):
             raise _refusal(path, FileExistsError(errno.EEXIST, "it exists"))
-        draft = path.with_name(path.name + ".new")
+        draft = _draft_of(path)
         with _taken(path, locking) as lock:
             draft.unlink(missing_ok=True)  # of a killed one; it may be a second name of a log that was moved since
             bursts = _Bursts(os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
@@ -238,6 +238,7 @@ class RunLog:
         with _taken(path, locking) as lock:
             with _reading(path) as file:
                 _step_tables(file)
+            _refuse_second_names(path)
             bursts = _Bursts(os.open(path, os.O_RDWR | os.O_CLOEXEC))
             log = cls(path, bursts, lock, workers, flush_every_s)
             try:
@@ -628,21 +629,39 @@ def _put(descriptor: int, at: int, data: bytes) -> None:
 @contextmanager
 def _taken(path: Path, locking: bool) -> Iterator[Lock]:
     """Hold the lock of the log at `path` from here on; if the body fails, let it go and say why to the user."""
-    beside = path.with_name(path.name + ".lock")
     lock = None
     try:
-        lock = Lock(beside, locking)
+        lock = Lock(beside(path), locking)
         yield lock
     except BaseException as error:
         if lock:
             lock.release()
         if isinstance(error, BlockingIOError):
             raise InputError(
-                f"{path} is being written by {owner(beside)}: wait for its end, or give another log=FILE"
+                f"{path} is being written by {owner(beside(path))}: wait for its end, or give another log=FILE"
             ) from error
         if isinstance(error, OSError):
             raise _refusal(path, error) from error
         raise
+
+
+def _draft_of(path: Path) -> Path:
+    """What a log is until it has its name."""
+    return path.with_name(path.name + ".new")
+
+
+def _refuse_second_names(path: Path) -> None:
+    """Raises InputError for a log that another could write by another name. That of its draft stays if whoever made it
+    was killed just then."""
+    draft = _draft_of(Path(os.path.realpath(path)))
+    with suppress(FileNotFoundError):
+        if draft.samefile(path):
+            draft.unlink()
+    if (names := os.stat(path).st_nlink) > 1:
+        raise InputError(
+            f"{path} has {names} names, by which as many runs could write it at once: keep one of those that "
+            f"`find -samefile {path}` tells, or give another log=FILE"
+        )
 
 
 def _publish(draft: Path, path: Path) -> None:
@@ -655,7 +674,6 @@ def _publish(draft: Path, path: Path) -> None:
         os.rename(draft, path)  # a file system without links: the lock and the look before must do
 
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -665,7 +683,7 @@ def _refusal(path: Path, error: OSError, more: str = "") -> InputError:
     reason = error.strerror or str(error)
     if error.errno == errno.EEXIST:
         return InputError(f"{path} exists and a log is never overwritten: give another log=FILE")
-    if error.errno in _NO_LOCKS:
+    if error.errno in NO_LOCKS:
         remedy = "set HDF5_USE_FILE_LOCKING=FALSE and see to it that one job writes it, or log to another file system"
         return InputError(f"{path}: its file system does not lock files ({reason}): {remedy}")
     if error.errno in _NO_SPACE:

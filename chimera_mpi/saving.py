@@ -184,15 +184,17 @@ def find(world: Comm, asked: str | None, folder: Path | None) -> Choice:
 
 def find_last(world: Comm, folder: Path) -> Choice:
     """The last one in a folder that is whole, if any is there. Collective. Raises InputError on all ranks."""
-    return choose_newest(_listed(world, folder), partial(_verified, world))
+    listed = _listed(world, folder)
+    return choose_newest(listed, partial(_verified, world))._replace(among=tuple(listed))
 
 
 def find_named(world: Comm, path: Path, taking: Callable[[Path], str]) -> Choice:
     """The one at `path`, or the last one in it. Collective. Raises InputError on all ranks if that is not whole; by
     `taking`, a path in words, it says how another one is taken."""
-    if within := _listed(world, path):
-        return choose_named(within[0], within, partial(_verified, world), taking)
-    return choose_named(path, _listed(world, path.parent), partial(_verified, world), taking)
+    within = _listed(world, path)
+    listed = within or _listed(world, path.parent)
+    chosen = within[0] if within else path
+    return choose_named(chosen, listed, partial(_verified, world), taking)._replace(among=tuple(listed))
 
 
 def _verified(world: Comm, path: Path) -> Checkpoint:

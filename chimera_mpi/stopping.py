@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from .errors import InputError
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+OF_OTHER_QUEUES = (signal.SIGUSR2, signal.SIGXCPU)  # LSF and Grid Engine warn by them; others may have other uses
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, *OF_OTHER_QUEUES)
 AGAIN = 75  # EX_TEMPFAIL of sysexits.h
 ECHO_S = 1.0  # launchers pass on what a terminal has sent already: an INT so soon after another is the same one
 EXIT_S = 5.0  # to close log and MPI
@@ -38,7 +39,8 @@ DONE = End("done", 0)
 class Signals:
     """Notes the first signal that asks this process to stop, within its `with`. A second INT interrupts at once.
 
-    Outside of the main thread, where Python handles no signals, it notes none.
+    Those of other queues are let be where they are ignored, or a tool has them. Outside of the main thread, where
+    Python handles no signals, it notes none.
     """
 
     def __init__(self) -> None:
@@ -48,7 +50,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            used = [number for number in OF_OTHER_QUEUES if signal.getsignal(number) != signal.SIG_DFL]
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS if number not in used}
         return self
 
     def __exit__(
@@ -59,9 +62,9 @@ class Signals:
 
     def hush(self) -> None:
         """Let no more of them, but an interrupt, disturb the end of this process, which is near."""
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            if self._before.pop(number, None) is not None:
-                signal.signal(number, signal.SIG_IGN)
+        for number in self._before.keys() - {signal.SIGINT}:
+            del self._before[number]
+            signal.signal(number, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
@@ -145,7 +148,7 @@ def find_limit(
     end = slurm_end(job, environ) if job else None
     if end is None:
         return None
-    left_s = (end - datetime.now()).total_seconds()
+    left_s = end.timestamp() - time.time()  # the difference of two local times forgets that clocks are changed
     return TimeLimit(time.monotonic() + left_s, f"Slurm's end of job {job} at {end:%H:%M:%S}", save_s, laps)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from .checkpoint import WEIGHTS, Checkpoint
 from .config import Config, Steps, fitting_depth, profiled, schedule_of
 from .data import Corpus
-from .errors import InputError, refusing
+from .errors import InputError, RunFailed, refusing
 from .fits import cut_as_asked, sizes_of
 from .models import Model, make_layer
 from .predict.partition import Cuts, Recompute, by_thirds, cut_at, cut_by, imbalance, stage_costs
@@ -49,7 +49,7 @@ from .tasks import Task, task_of
 from .timeline import Span, breakdown
 
 Read = Callable[[int, int], tuple[Tensors, Targets]]  # (step, number of the micro-batch) -> inputs, targets
-GO_ON, STOP, BROKE, SPOILT = range(4)  # what rank 0 has all ranks do, or all know by themselves, after a step
+GO_ON, STOP, UNLOGGED, BROKE, SPOILT = range(5)  # what rank 0 has all ranks do, or all know by themselves, after a step
 ROWS = 4096  # of the last steps, which each rank of a run that survives deaths remembers
 DENSE_SAMPLES = 128  # of steps whose spans are logged, before they become rarer
 WARMUP_STEPS = 2  # in which torch and MPI set themselves up: not counted in means of time
@@ -305,6 +305,7 @@ class Run:
         self.rows: deque[StepRow] = deque(maxlen=ROWS)  # also on ranks that have no log, should they have to write one
         self._noted: list[float] = []  # rank 0: the signals of all ranks
         self._reason = self._remark = ""
+        self._unlogged = ""  # rank 0: why the log cannot be written, once it cannot
         self._broken = self._skipped = 0
 
     def _entering(self, size: int) -> Sequence[Spec]:
@@ -344,8 +345,7 @@ class Run:
         if self.saver is None:
             return
         with self.here.excused("a checkpoint"):
-            if self.log is not None:  # a checkpoint is never ahead of the log
-                self.log.flush(sync=True)
+            self._write_log(lambda log: log.flush(sync=True))  # no checkpoint is ahead of a log on a sound disk
             self.saver.save(next_step, self.facts(next_step) if self.grid.world.rank == 0 else {}, wait)
 
     def _make_up(self) -> None:
@@ -355,8 +355,7 @@ class Run:
             return
         if _is_due(before, config.eval_every, config.steps):
             evaluation = self.evaluate(self.first - 1)
-            if self.log is not None:
-                self.log.evaluation(self.first - 1, *evaluation)
+            self._write_log(lambda log: log.evaluation(self.first - 1, *evaluation))
         if config.checkpoint_every and self.first % config.checkpoint_every == 0:
             self.save(self.first, wait=False)
 
@@ -483,8 +482,8 @@ class Run:
     def _send_word(self) -> None:
         """Have all ranks go on after the next pass, or not; `heard` once that is through. Collective."""
         if self.grid.world.rank == 0:
-            self._reason = self.stops.why(self._noted, self.saver.seconds if self.saver else 0.0)
-        self.herald.send(STOP if self._reason else GO_ON)
+            self._reason = self._unlogged or self.stops.why(self._noted, self.saver.seconds if self.saver else 0.0)
+        self.herald.send(UNLOGGED if self._unlogged else STOP if self._reason else GO_ON)
 
     def _stop(self, next_step: int, why: int) -> End:
         """End the run before `next_step`, with a checkpoint if there is a folder and the weights are whole.
@@ -547,15 +546,24 @@ class Run:
         skipped = int(by_column["skipped"].max())
         self._skipped += skipped
         row = self._row(step, total, seconds, skipped > 0)
-        if self.log is not None:
-            bubble_ratio = 1 - by_column["compute_s"].mean() / seconds
-            self.log.step(row._replace(bubble_ratio=bubble_ratio), table[:, len(total) : -1])
-            if evaluation:
-                self.log.evaluation(step, *evaluation)
+        logged = row._replace(bubble_ratio=1 - by_column["compute_s"].mean() / seconds)
+        self._write_log(lambda log: log.step(logged, table[:, len(total) : -1]))
+        if evaluation:
+            self._write_log(lambda log: log.evaluation(step, *evaluation))
         validation_loss = evaluation[0] if evaluation else None
         figures = (row.loss, row.grad_norm, seconds, row.samples / seconds, validation_loss)
         self.tell(Progress(step, self.job.config.steps, *figures, self._skipped, self._remark))
         self._remark = ""
+
+    def _write_log(self, write: Callable[[RunLog], object]) -> None:
+        """Give the log something, if there is one. One that cannot be written stops the run as a signal does, so that
+        nothing but rows is lost; it keeps them, should there be room when it is closed."""
+        if self.log is None:
+            return
+        try:
+            write(self.log)
+        except RunFailed as error:
+            self._unlogged = self._unlogged or str(error)
 
     def _row(self, step: int, total: Total, seconds: float, skipped: bool) -> StepRow:
         samples = sum(self.job.sizes)

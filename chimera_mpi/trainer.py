@@ -7,6 +7,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -17,10 +18,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, taken
 from .config import Config, Steps, checked, fitting_depth, schedule_on
 from .data import even_sizes
 from .errors import InputError, refusing
+from .lock import lock_if_possible
 from .models import Model, as_model, make_layer, named_layers
 from .runtime.agreement import agree, meet, take_values_of_root
 from .runtime.device import awareness_of, staging_on, use_device
@@ -168,12 +170,24 @@ class Trainer:
         returned, `folder`/step-NNNNNNNN; the last `keep` there stay. Those that are there of another run, or from after
         the checkpoint that was loaded, are renamed to step-NNNNNNNN.superseded.
 
-        Raises InputError before the first step, and RunFailed on all ranks if it cannot be written.
+        Raises InputError before the first step, while another job saves in that folder, and where there can be no such
+        folder; RunFailed on all ranks if the checkpoint cannot be written.
         """
+        folder = Path(folder)
         pipeline = self._meet(lambda: (f"save {folder}, keep {keep}", self._pipeline_to_save(keep)))
-        known = self._last.get(Path(folder).resolve())
+        with ExitStack() as stack:
+            agree(self.grid.world, lambda: self._take(folder, stack))
+            return self._save(pipeline, folder, keep)
+
+    def _take(self, folder: Path, stack: ExitStack) -> None:
+        """Have it to oneself until the end of the `stack`. Raises InputError."""
+        if self.grid.world.rank == 0:
+            stack.enter_context(taken(folder, lock_if_possible))
+
+    def _save(self, pipeline: Pipeline, folder: Path, keep: int) -> Path:
+        known = self._last.get(folder.resolve())
         is_there = self.grid.world.bcast(known and os.path.isdir(known[0]))
-        saver = Saver(pipeline, Path(folder), keep)
+        saver = Saver(pipeline, folder, keep)
         if known:
             path, step = known
             saver.go_on_from(path, step if is_there else step - 1)
@@ -182,7 +196,7 @@ class Trainer:
         finally:
             saver.close()
         path = self.grid.world.bcast(saver.newest)
-        self._last[Path(folder).resolve()] = path, self.steps_done
+        self._last[folder.resolve()] = path, self.steps_done
         return path
 
     def load(self, path: str | Path) -> None:

@@ -6,14 +6,15 @@ import errno
 import json
 import os
 import shutil
-from contextlib import suppress
+import stat
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from chimera_mpi import checkpoint
+from chimera_mpi import checkpoint, lock
 from chimera_mpi.checkpoint import (
     DTYPES,
     Draft,
@@ -299,6 +300,21 @@ def ends_within(monkeypatch, calls, act):
     return False
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_may_have_no_way_to_sync_a_folder(folder, monkeypatch, code):
+    """But where it has one, it must not fail."""
+    sync = os.fsync
+
+    def of_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    with nullcontext() if code != errno.EIO else pytest.raises(OSError):
+        assert whole(write(folder, 5))
+
+
 def test_what_the_disk_refuses_is_an_error_of_the_system(folder, monkeypatch):
     first = write(folder, 5)
 
@@ -321,6 +337,17 @@ def test_two_runs_cannot_have_one_folder(folder):
     with taken(folder):
         pass
     assert not (folder / "lock").exists()
+
+
+def test_where_no_locks_are_granted_only_the_command_line_insists(folder, monkeypatch):
+    def none(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(lock.fcntl, "flock", none)
+    with pytest.raises(InputError, match="HDF5_USE_FILE_LOCKING=FALSE"), taken(folder):
+        pass
+    with taken(folder, lock.lock_if_possible):
+        assert not (folder / "lock").exists()
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path):

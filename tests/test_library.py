@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from chimera_mpi.checkpoint import NAME, open_checkpoint
+from chimera_mpi.checkpoint import NAME, open_checkpoint, taken
 from chimera_mpi.errors import InputError
 from chimera_mpi.runtime.optimizer import Recipe
 from chimera_mpi.schedule import SCHEMES, STREAMS
@@ -297,7 +297,13 @@ def test_what_cannot_be_saved_or_loaded_is_refused(comm, shared_folder):
         for keep in (0, -1, "2", 1.0):
             refused = refusal(lambda keep=keep: training.save(shared_folder, keep=keep))
             assert f"keep={keep!r} leaves no checkpoint: give a whole number from 1 up" in refused
+        with taken(shared_folder) if comm.rank == 0 else nullcontext():
+            (shared_folder / "step-00000009.part").mkdir(exist_ok=True)  # of one that is being written
+            refused = refusal(lambda: training.save(shared_folder, keep=1))
+            assert f"{shared_folder} is being written by process" in refused
+            assert [left.name for left in shared_folder.glob("step-*")] == ["step-00000009.part"]
         path = training.save(shared_folder, keep=1)
+        assert comm.rank or [left.name for left in shared_folder.iterdir()] == [path.name]
         assert "make the same calls on all ranks" in refusal(lambda: training.load(f"{path}{comm.rank}"))
     with trainer(comm, depth=2, micro_batches=2, optimizer="sgd") as other:
         assert "optimizer=adamw, not sgd" in refusal(lambda: other.load(path))

@@ -15,7 +15,19 @@ import numpy as np
 import pytest
 
 from chimera_mpi.cli import main
-from chimera_mpi.data import BYTES, PARTS, MaskedBatches, Rules, corpus, open_corpus, prepare, sources, spool, tokenizer
+from chimera_mpi.data import (
+    BYTES,
+    PARTS,
+    MaskedBatches,
+    Rules,
+    corpus,
+    open_corpus,
+    preparation,
+    prepare,
+    sources,
+    spool,
+    tokenizer,
+)
 from chimera_mpi.data.sources import Broken, Utf8
 from chimera_mpi.data.tokenizer import from_json, learn, pieces
 from chimera_mpi.errors import InputError
@@ -486,6 +498,20 @@ def test_one_that_fails_keeps_what_is_done_and_says_so(many, tmp_path, monkeypat
     ):
         prepare(tmp_path / "x.h5", [many])
     assert not (tmp_path / "x.h5").exists()
+
+
+def test_its_name_comes_after_its_bytes_and_before_what_it_was_made_of_goes(many, tmp_path, monkeypatch):
+    """A machine that loses power must not leave a file of holes under the name, with nothing to go on from."""
+    monkeypatch.setattr(spool, "SAVE_EVERY_S", 0.0)
+    output, synced = tmp_path / "out.h5", []
+
+    def watched(path):
+        synced.append((path.name, output.exists(), (tmp_path / ".out.h5.part" / "state.json").exists()))
+
+    monkeypatch.setattr(preparation, "sync", watched)
+    prepare(output, [many])
+    assert synced == [("whole.h5", False, True), (tmp_path.name, True, True)]
+    assert not (tmp_path / ".out.h5.part").exists()
 
 
 def test_two_cannot_prepare_one_file(many, tmp_path):

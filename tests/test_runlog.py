@@ -306,6 +306,46 @@ def test_no_locks_are_told_at_the_start_with_the_way_out(path, monkeypatch, code
     assert assert_whole(path) == 6
 
 
+def test_a_log_is_one_by_all_its_names(path):
+    other = path.parent / "elsewhere" / "latest.h5"
+    other.parent.mkdir()
+    other.symlink_to(path)
+    with RunLog.create(path, {}, 2) as log:
+        write(log, 0, 3)
+        with pytest.raises(InputError, match=r"latest.h5 is being written by process \d+"):
+            RunLog.append(other, {}, 2)
+    with RunLog.append(other, {}, 2) as log:
+        write(log, 3, 5)
+        with pytest.raises(InputError, match=r"run.h5 is being written by process \d+"):
+            RunLog.append(path, {}, 2)
+    other.unlink()
+    other.hardlink_to(path)
+    for name in (path, other):
+        with pytest.raises(InputError) as caught:
+            RunLog.append(name, {}, 2)
+        assert f"{name} has 2 names" in one_line(caught)
+    other.rename(path.with_name("run.h5.new"))  # as of one who was killed just when he had made it
+    RunLog.append(path, {}, 2).close()
+    assert assert_whole(path) == 6 and sorted(os.listdir(path.parent)) == ["elsewhere", "run.h5"]
+
+
+def test_a_lock_on_a_file_that_has_lost_its_name_is_none(tmp_path, monkeypatch):
+    """Though it has links: over NFS a file that another node removes keeps its number of them."""
+    path, granted = tmp_path / "lock", lock.fcntl.flock
+
+    def late(descriptor, how):
+        monkeypatch.undo()
+        granted(descriptor, how)
+        path.rename(tmp_path / "gone")
+
+    monkeypatch.setattr(lock.fcntl, "flock", late)
+    held = lock.Lock(path)
+    with pytest.raises(BlockingIOError):
+        lock.Lock(path)
+    held.release()
+    assert os.listdir(tmp_path) == ["gone"]
+
+
 def test_the_variable_that_hdf5_reads():
     assert locks_wanted({}) and locks_wanted({"HDF5_USE_FILE_LOCKING": "BEST_EFFORT"})
     assert not locks_wanted({"HDF5_USE_FILE_LOCKING": "FALSE"}) and not locks_wanted({"HDF5_USE_FILE_LOCKING": "0"})

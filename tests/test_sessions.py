@@ -16,8 +16,10 @@ import torch
 from chimera_mpi import checkpoint, runlog
 from chimera_mpi.checkpoint import found_in, open_checkpoint
 from chimera_mpi.cli import main
+from chimera_mpi.commands._desk import Desk
 from chimera_mpi.config import Config, steps_of_stream
 from chimera_mpi.data import prepare
+from chimera_mpi.errors import RunFailed
 from chimera_mpi.models import make_layer
 from chimera_mpi.runlog import read_run
 from chimera_mpi.tasks import task_of
@@ -147,6 +149,26 @@ def snapshot(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize(("seen", "resume"), [(2, "auto"), (0, "auto"), (2, "checkpoints/step-00000002")])
+def test_what_another_job_has_written_meanwhile_is_gone_on_from(train, monkeypatch, seen, resume):
+    """It had the folder when this one chose its checkpoint."""
+    assert train("steps=4")[0] == 0
+    shorten(Path("checkpoints"), seen)
+    take = Desk._take_folder
+
+    def late(self, config, anew):
+        for path in Path().glob("of-later-*"):
+            path.rename(Path("checkpoints", path.name.removeprefix("of-later-")))
+        take(self, config, anew)
+
+    monkeypatch.setattr(Desk, "_take_folder", late)
+    code, told = train(f"resume={resume}", "steps=4")
+    assert code == 2 and told.count("\n") == 1
+    assert "step-00000004 was written after this job had looked what to go on from: start it again" in told
+    assert train("resume=auto", "steps=4")[0] == 0
+    assert [path.name for path in found_in(Path("checkpoints"))] == ["step-00000004", "step-00000002"]
+
+
 def test_stopped_at_once_it_names_the_checkpoint_that_it_goes_on_from(train):
     assert train("steps=2")[0] == 0
     code, told = train("resume=auto", "time_limit=0.001")
@@ -170,24 +192,28 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(train):
 
 
 @pytest.mark.parametrize(
-    ("module", "write", "message"),
+    ("full", "message", "saved", "logged"),
     [
-        (runlog, "_put", "run.h5 cannot be written (No space left on device); its steps up to 1 are safe"),
-        (checkpoint, "_write", "step-00000004 cannot be written by rank 0 (No space left on device)"),
+        ("log", "run.h5 cannot be written (No space left on device); its steps up to 1 are safe", [2, 4], [0, 1, 4, 5]),
+        ("checkpoint", "step-00000004 cannot be written by rank 0 (No space left on device)", [2], range(6)),
+        ("log checkpoint", "step-00000004 cannot be written by rank 0 (No space left on device)", [2], range(6)),
     ],
-    ids=["log", "checkpoint"],
+    ids=["log", "checkpoint", "both"],
 )
-def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(train, monkeypatch, module, write, message):
-    """With exit code 1 and one line."""
+def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
+    train, monkeypatch, full, message, saved, logged
+):
+    """With exit code 1 and one line. A full log alone keeps no checkpoint from being written."""
     assert train("steps=2")[0] == 0
     folder = Path.cwd()
 
-    def full(*arguments):
+    def refuse(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def run(self):
-        monkeypatch.setattr(module, write, full)
-        run_whole(self)
+        for disk in full.split():
+            monkeypatch.setattr(*{"log": (runlog, "_put"), "checkpoint": (checkpoint, "_write")}[disk], refuse)
+        return run_whole(self)
 
     run_whole = Run.run
     monkeypatch.setattr(Run, "run", run)
@@ -196,9 +222,26 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(train,
     assert code == 1 and message in line
     monkeypatch.undo()
     os.chdir(folder)
-    assert [path.name for path in Path("checkpoints").iterdir()] == ["step-00000002"]
+    assert sorted(path.name for path in Path("checkpoints").iterdir()) == [f"step-{step:08d}" for step in saved]
     assert train("resume=auto")[0] == 0
-    assert list(read_run("run.h5").steps["step"]) == list(range(6))
+    assert list(read_run("run.h5").steps["step"]) == list(logged)
+
+
+def test_a_log_that_finds_room_again_has_all_steps(train, monkeypatch):
+    """What it could not take at once; the run stops all the same."""
+    whole, refused = runlog.RunLog.flush, []
+
+    def flush(self, sync=False):
+        if sync and not refused:
+            refused.append(self)
+            raise RunFailed("run.h5 is full")
+        whole(self, sync)
+
+    monkeypatch.setattr(runlog.RunLog, "flush", flush)
+    code, told = train()
+    assert code == 1 and "run.h5 is full: stopped after 3 of 6 steps, saved in checkpoints: go on by" in told
+    assert list(read_run("run.h5").steps["step"]) == [0, 1, 2]
+    assert found_in(Path("checkpoints"))[0].name == "step-00000003"
 
 
 def test_the_weights_of_a_checkpoint_are_a_models(train):

@@ -134,6 +134,25 @@ def test_the_limit_that_is_asked_for(monkeypatch):
     assert limit is not None and 90 < limit.end_s - time.monotonic() <= 100 and "job 7" in limit.name
 
 
+@pytest.mark.parametrize(
+    ("now", "end", "left_h"), [("03-29T00:30", "03-29T03:30", 1), ("10-24T22:30", "10-25T03:30", 4)]
+)
+def test_an_end_beyond_a_change_of_clocks(monkeypatch, now, end, left_h):
+    """Slurm tells local time, which in Berlin jumps at 1:00 UTC."""
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        began_s = datetime.fromisoformat(f"2026-{now}+00:00").timestamp()
+        monkeypatch.setattr(time, "time", lambda: began_s)
+        told = datetime.fromisoformat(f"2026-{end}")
+        monkeypatch.setattr(stopping, "slurm_end", lambda job, environ: told)
+        limit = find_limit("auto", 5.0, {"SLURM_JOB_ID": "7"}, 1.0)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert limit is not None and limit.end_s - time.monotonic() == pytest.approx(3600 * left_h, abs=60)
+
+
 @pytest.mark.parametrize("number", stopping.SIGNALS)
 def test_a_signal_is_noted_and_handlers_come_back(number):
     before = signal.getsignal(number)
@@ -145,12 +164,21 @@ def test_a_signal_is_noted_and_handlers_come_back(number):
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize("number", stopping.OF_OTHER_QUEUES)
+def test_a_warning_that_is_ignored_stays_so(number):
+    signal.signal(number, signal.SIG_IGN)
+    with Signals() as signals:
+        os.kill(os.getpid(), number)
+        assert signals.number == 0
+
+
 def test_signals_late_in_an_end_change_nothing():
     interrupt = signal.getsignal(signal.SIGINT)
     with Signals() as signals:
         signals.hush()
         os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR2)
     assert signals.number == 0 and signal.getsignal(signal.SIGINT) == interrupt
 
 

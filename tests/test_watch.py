@@ -334,6 +334,14 @@ def test_who_holds_a_lock_lives_or_not(tmp_path) -> None:
     assert owner_lives(lock) is None
 
 
+def test_the_writer_is_seen_by_a_link_to_the_log(path) -> None:
+    log(path, 0, 9, reason=None)
+    holder, link = f"process {os.getpid()} on {os.uname().nodename}", path.with_name("latest.h5")
+    path.with_name("run.h5.lock").write_text(holder)
+    link.symlink_to(path)
+    assert Follower(link).look().status == f"running: {holder}"
+
+
 def test_a_log_that_cannot_be_read_for_a_moment_is_tried_again(path) -> None:
     log(path, 0, 9, reason=None)
     whole, follower = path.read_bytes(), Follower(path)

@@ -7,12 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, refusing
+from ..errors import InputError, RunFailed, refusing
 from ..predict import weight_versions
 from ._job import Asked, make_folder, on_rank_0
 from ._terminal import say
@@ -66,13 +66,15 @@ class Desk:
         return run
 
     def close(self, end: End) -> None:
-        if self.log is not None:
-            self.log.close(end.reason)
+        with suppress(RunFailed) if end.code == 1 else nullcontext():  # the first failure is the one to tell
+            if self.log is not None:
+                self.log.close(end.reason)
         self.stack.close()
 
     def _take_folder(self, config: Config, anew: bool) -> None:
         """Have the folder for checkpoints to oneself, without what others have left unfinished in it."""
         from ..checkpoint import clear, taken
+        from ..lock import Lock
         from ..runlog import locks_wanted
 
         assert config.checkpoint is not None
@@ -80,8 +82,10 @@ class Desk:
             clear(config.checkpoint)
             return
         if anew:
-            _refuse_folder(config.checkpoint, self.asked.choice)
-        self.stack.enter_context(taken(config.checkpoint, locks_wanted(os.environ)))
+            _refuse_folder(config.checkpoint, config.resume, self.asked.choice)
+        self.stack.enter_context(taken(config.checkpoint, partial(Lock, wanted=locks_wanted(os.environ))))
+        if anew:  # another job may have had it until now
+            _refuse_folder(config.checkpoint, config.resume, self.asked.choice)
         self._has_folder = True
 
     def _open_log(self, job: Job, ranks: int, prediction: Prediction | None) -> None:
@@ -154,17 +158,20 @@ def _plan(log: RunLog, prediction: Prediction | None) -> None:
         log.plan(prediction.spans)
 
 
-def _refuse_folder(folder: Path, choice: Choice) -> None:
-    """Raises InputError if another run's checkpoints are in it."""
+def _refuse_folder(folder: Path, resume: str | None, choice: Choice) -> None:
+    """Raises InputError if another run's checkpoints are in it, or some that were not there when this run chose."""
     from ..checkpoint import found_in
 
     with refusing(f"checkpoint={folder} cannot be read"):
         there, begins = found_in(folder), choice.checkpoint
-    if there and (begins is None or begins.path.parent.resolve() != folder.resolve()):
+    goes_on = resume == "auto" or (begins is not None and begins.path.parent.resolve() == folder.resolve())
+    if there and not goes_on:
         raise InputError(
             f"{there[0]} is there already, and this run does not go on from it: "
             "set resume=auto, or give another checkpoint=FOLDER"
         )
+    if new := [path for path in there if path.name not in {other.name for other in choice.among}]:
+        raise InputError(f"{new[0]} was written after this job had looked what to go on from: start it again")
 
 
 def _check_log(path: Path, job: Job, validation_sha256: str, done: int) -> None:

@@ -225,10 +225,10 @@ def file_locks(host: Host) -> Finding:
 
 def _is_refused(path: Path) -> bool:
     """Whether a second writer of this log is."""
-    from ..lock import Lock
+    from ..lock import Lock, beside
 
     try:
-        Lock(path.with_name(path.name + ".lock")).release()
+        Lock(beside(path)).release()
     except BlockingIOError:
         return True
     return False

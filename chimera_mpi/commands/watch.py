@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError, complain
-from ..lock import owner, owner_lives
+from ..lock import beside, owner, owner_lives
 from ._plan import seconds
 from ._terminal import speaks_unicode
 
@@ -65,7 +65,6 @@ class Follower:
 
     def __init__(self, path: Path):
         self.path, self.read_s = path, 0.0
-        self._lock = path.with_name(path.name + ".lock")
         self._run: Run | None = None
         self._stamp = (0, 0, 0)
         self._changed = datetime.now(timezone.utc)
@@ -77,10 +76,11 @@ class Follower:
 
         # Who held the lock before the log was read: a writer that ends says so, then how many rows there are, and lets
         # go of the lock last.
-        name = owner(self._lock) if os.path.exists(self._lock) else ""
-        before = owner_lives(self._lock)
+        lock = beside(self.path)
+        name = owner(lock) if os.path.exists(lock) else ""
+        before = owner_lives(lock)
         run = self._read()
-        after = owner_lives(self._lock)
+        after = owner_lives(lock)
         writer = Writer(name, before if after is False else after)
         return view_of(run, datetime.now().astimezone(), self._changed, writer)
 

@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 from ..errors import InputError, refuse_taken
+from ..host import sync
 from .corpus import PARTS, SCHEMA
 from .parts import Part, Split, split
 from .sources import ERRORS, SUFFIXES, Source, Utf8, shifted, sources_of
@@ -99,7 +100,9 @@ def prepare(output: Path, sources: Sequence[Path] = (), rules: Rules = Rules(), 
             spool.take(found, rules.errors, _telling(tell, "tokens", found))
             made = _made(folder / WHOLE, spool, chosen, sources, rules)
         _refuse_output(output)
+        sync(made.path)
         made.path.rename(output)
+        sync(output.parent)
         for state in folder.glob("*.json"):  # nothing is left to go on from
             state.unlink()
     return made._replace(path=output)

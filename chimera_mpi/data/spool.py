@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError, unwritable
-from ..lock import Lock, owner
+from ..lock import Lock, lock_if_possible, owner
 from .sources import Broken, Document, Source, Utf8, shifted
 from .tokenizer import Tokenizer
 
@@ -188,11 +188,9 @@ def write_whole(path: Path, text: str) -> None:
 
 def _locked(folder: Path, output: Path) -> Lock:
     try:
-        return Lock(folder / "lock")
+        return lock_if_possible(folder / "lock")
     except BlockingIOError as error:
         holder = owner(folder / "lock")
         raise InputError(
             f"{output} is being prepared by {holder}: wait for its end, or give another -o FILE"
         ) from error
-    except OSError:  # a file system without locks
-        return Lock(folder / "lock", wanted=False)

@@ -244,15 +244,35 @@ def test_who_writes_still_when_another_cannot_leaves_nothing(comm, monkeypatch):
         meet(comm)
 
 
-def train_to_the_end(comm, folder, resume, **asked):
-    """As `train` on all ranks, when it may fail."""
+def train_to_the_end(comm, folder, resume=None, log=None, **asked):
+    """As `train` on all ranks, when it may fail: how it ended."""
     resumed = find(comm, resume, folder).checkpoint
-    job = plan_job(Config(checkpoint=folder, **{**SMALL, **asked}), comm.size, resumed.step)
-    run = Run(comm, job, CORPUS, CORPUS, resumed=resumed)
+    job = plan_job(Config(checkpoint=folder, **{**SMALL, **asked}), comm.size, resumed.step if resumed else 0)
+    run = Run(comm, job, CORPUS, CORPUS, log=log, resumed=resumed)
     try:
-        run.run()
+        return run.run()
     finally:
         run.close()
+
+
+class FullLog:
+    path = Path("full.h5")
+
+    def __getattr__(self, name):
+        def refuse(*arguments, **options):
+            raise RunFailed("full.h5 cannot be written")
+
+        return refuse
+
+
+@pytest.mark.mpi(4)
+def test_a_log_that_cannot_be_written_stops_all_ranks_with_a_checkpoint(comm):
+    with scratch(comm) as folder:
+        end = train_to_the_end(comm, folder, log=None if comm.rank else FullLog(), **CHIMERA, checkpoint_every=1)
+        assert end.code == 1
+        assert comm.rank or end.reason.startswith("full.h5 cannot be written: stopped after 2 of 6 steps, saved in ")
+        assert [path.name for path in found_in(folder)] == ["step-00000002", "step-00000001"]
+        meet(comm)
 
 
 @pytest.mark.mpi(4)

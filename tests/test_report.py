@@ -311,6 +311,9 @@ def test_another_session_is_told_of_when_asked_for(told, figures, resumed):
     counted = (run.steps["session"] == 1) & ~run.steps["warmup"]
     assert found["step_s"]["value"] == pytest.approx(float(np.median(run.steps["seconds"][counted])))
     assert found["workers"][1]["compute_s"] == pytest.approx(float(np.median(run.workers["compute_s"][counted, 1])))
+    for session, last in ((0, 19), (1, 39), (2, 59)):
+        found = the_one(figures(resumed, "--session", session))
+        assert found["validation_loss"] == pytest.approx(2.6 + 3 * 0.97**last)
     code, out, err = told(resumed, "--session", 4)
     assert (code, out) == (2, "") and err.strip().endswith("has no session 4: give one from 0 to 3")
     assert "no step yet" in told(resumed, "--session", 3)[1]

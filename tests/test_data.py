@@ -126,8 +126,12 @@ def test_without_a_validation_part(folder, tmp_path):
     prepared = prepare(tmp_path / "all.h5", [folder], Rules(validation_fraction=0))
     assert prepared.validation_tokens == 0
     assert open_corpus(prepared.path, "train", 16).samples > 100
-    with pytest.raises(InputError, match="0 validation tokens"):
+    assert open_corpus(prepared.path, "validation", 16, least=0).samples == 0
+    remedies = "set eval_every=none, or prepare it with a larger --validation-fraction"
+    with pytest.raises(InputError, match=f"0 validation tokens, a sample of sequence_length=16 needs 17: {remedies}$"):
         open_corpus(prepared.path, "validation", 16)
+    with pytest.raises(InputError, match=f"0 validation tokens, pairs of sequence_length=16 need 27: {remedies}$"):
+        MaskedBatches(open_corpus(prepared.path, "validation", 16, least=0), (2,))
 
 
 def test_two_large_documents_make_one_of_each_part(tmp_path):

@@ -19,6 +19,7 @@ from chimera_mpi.cli import main
 from chimera_mpi.commands._ranks import refuse_singletons
 from chimera_mpi.commands.train import _tell_end
 from chimera_mpi.config import Config, load, presets, schedule_of
+from chimera_mpi.data import Rules, prepare
 from chimera_mpi.errors import InputError
 from chimera_mpi.predict import simulate
 from chimera_mpi.predict.partition import by_thirds
@@ -162,7 +163,8 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(folder):
 
 
 def test_a_run_may_do_without_evaluations(folder):
-    done = train(1, folder, "unjudged.h5", "depth=1", "eval_every=none")
+    prepare(folder / "all.h5", [small.TEXT], Rules(validation_fraction=0))
+    done = train(1, folder, "unjudged.h5", "depth=1", "eval_every=none", "data=all.h5")
     assert done.returncode == 0, done.stderr
     run = read_run(folder / "unjudged.h5")
     assert len(run.steps["step"]) == STEPS and not len(run.evaluations["step"])

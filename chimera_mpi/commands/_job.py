@@ -65,8 +65,9 @@ def find_asked(world: Any, config: Config) -> Asked:
     staging, devices = find_staging(world, node.rank, config)
     data = config.data or DEFAULT_DATA
     agree(world, first(lambda: None if config.data else _prepare_default(data)))
+    least = {"train": 1, "validation": 1 if config.eval_every else 0}
     corpus, validation = agree(
-        world, lambda: [open_corpus(data, part, config.sequence_length) for part in ("train", "validation")]
+        world, lambda: [open_corpus(data, part, config.sequence_length, samples) for part, samples in least.items()]
     )
     agree(world, lambda: check_vocabulary(job.task, corpus))
     if choice.checkpoint:

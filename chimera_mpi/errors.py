@@ -28,6 +28,11 @@ def complain(text: str, end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
+def cut(text: str, most: int = 40) -> str:
+    """As much of a text as a message has room for."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def refuse_taken(output: Path) -> None:
     """Raises InputError if there is anything where something is to be made."""
     if os.path.exists(output):
@@ -36,8 +41,9 @@ def refuse_taken(output: Path) -> None:
 
 def unwritable(output: str | os.PathLike[str], error: OSError) -> InputError:
     """That the disk refuses what is to be made."""
+    why = error.strerror or cut(" ".join(str(error).split()), 100)
     return InputError(
-        f"cannot write {os.fspath(output)} ({error.strerror or error}): give a path in a folder that is there, "
+        f"cannot write {os.fspath(output)} ({why}): give a path in a folder that is there, "
         "may be written to and has room"
     )
 

@@ -3,10 +3,12 @@
 import gzip
 import json
 import os
+import platform
 import random
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import h5py
 import numpy as np
 import pytest
 
+from chimera_mpi import data
 from chimera_mpi.cli import main
+from chimera_mpi.commands import _job
 from chimera_mpi.data import BYTES, PARTS, MaskedBatches, Rules, corpus, open_corpus, prepare, sources, spool, tokenizer
 from chimera_mpi.data.sources import Broken, Utf8
 from chimera_mpi.data.tokenizer import from_json, learn, pieces
@@ -501,6 +505,37 @@ def test_two_cannot_prepare_one_file(many, tmp_path):
 
     assert prepare(tmp_path / "x.h5", [many], tell=another).documents and refused
     assert sorted(os.listdir(tmp_path)) == ["many", "x.h5"]
+
+
+def test_runs_that_start_together_wait_for_the_one_that_prepares(tmp_path, monkeypatch, capsys):
+    path, naps = tmp_path / "data" / "corpus.h5", []
+    path.parent.mkdir()
+    with ExitStack() as other:
+        other.enter_context(spool.spool_folder(path))
+
+        def nap(seconds):
+            naps.append(seconds)
+            if len(naps) == 3:
+                path.write_bytes(b"whole")
+                other.close()
+
+        monkeypatch.setattr(_job.time, "sleep", nap)
+        _job._prepare_default(path)
+    assert path.read_bytes() == b"whole" and len(naps) == 3
+    told = f"{path} is being prepared by process {os.getpid()} on {platform.node()}, for whose end this run waits\n"
+    assert capsys.readouterr().out == told
+
+
+def test_a_run_takes_the_data_that_another_has_just_prepared(tmp_path, monkeypatch):
+    path = tmp_path / "corpus.h5"
+
+    def too_late(output):
+        output.write_bytes(b"whole")
+        raise InputError(f"{output} exists")
+
+    monkeypatch.setattr(data, "prepare", too_late)
+    _job._prepare_default(path)
+    assert path.read_bytes() == b"whole"
 
 
 def test_where_nothing_can_be_written_one_line_says_so(capsys):

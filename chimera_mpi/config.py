@@ -10,7 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from .errors import InputError
 from .schedule import (
@@ -179,6 +180,14 @@ class Config(BaseModel):
     message_limit_bytes: Count = Field(10**9, description="longer messages travel in pieces")
     synchronous_sends: Switch = Field(False, description="for tests: no send completes before its receive")
     verify_messages: Switch = Field(False, description="compare the bytes of each message with those expected")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_what_is_not_utf8(cls, value: Any) -> Any:
+        """Names of files may have any bytes, but a log and a checkpoint write down the configuration in UTF-8."""
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise PydanticCustomError("not_utf8", "it is not UTF-8: give another name")
+        return value
 
     @property
     def scheme_options(self) -> dict[str, Any]:

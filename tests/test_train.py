@@ -265,6 +265,8 @@ def test_what_cannot_be_is_refused(overrides, ranks, message):
         ("hidden=99999999999", "hidden=99999999999: input should be less than or equal to 1000000; try hidden=768"),
         ("threads=100000", "threads=100000: input should be less than or equal to 1024"),
         ("log=", "'log=' has no value"),
+        ("log=r\udcff.h5", r"log='r\udcff.h5': it is not UTF-8: give another name; try log=auto, or none"),
+        ("checkpoint=\udcff", r"checkpoint='\udcff': it is not UTF-8: give another name; try checkpoint=none"),
         ("scheme=chi\nmera", "scheme"),
         ("steps=1\nlayers=3", "steps='1\\nlayers=3'"),
         ("optimizer=adam", "optimizer='adam': input should be 'adamw', 'sgd'"),

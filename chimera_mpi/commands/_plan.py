@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -335,11 +336,37 @@ def under(costs: Costs, schedule: Schedule, parts: Fraction = Fraction(1)) -> Pl
 
 
 def write(path: Path, words: str) -> None:
-    """Write a file, or say in a line why not. A picture that is there is replaced."""
+    """Write a file, or say in a line why not. What is there stays until its successor is whole."""
+    coded = words.encode("utf-8", "replace")  # a name need not be UTF-8
     try:
-        path.write_text(words, encoding="utf-8")
+        if _is_replaceable(path):
+            _replace(path, coded)
+        else:
+            path.write_bytes(coded)
     except OSError as error:
         raise unwritable(path, error) from None
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Not what is no plain file, such as a pipe or a link, nor what must not be written."""
+    is_free = os.access(path, os.W_OK) and not path.is_symlink() if path.is_file() else not os.path.lexists(path)
+    return is_free and os.access(path.parent, os.W_OK)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{os.getpid()}.part")
+    try:
+        beside.write_bytes(content)
+        if path.exists():
+            shutil.copymode(path, beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def printable(name: str) -> str:
+    """As pictures and terminals can show it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def check_writable(*paths: Path | None) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 from ..schedule import ALIASES, SCHEMES, SYNCS, Schedule
-from ._plan import add_costs
+from ._plan import add_costs, printable
 from .show import add_drawing, from_file, show
 
 EXAMPLE = """\
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     schedule = from_file(args.file, args.sync, ALIASES.get(args.scheme, args.scheme))
     if not args.json:
-        print(f"{args.file} is sound: {_shape(schedule)}\n")
+        print(f"{printable(args.file)} is sound: {_shape(schedule)}\n")
     show(schedule, args, args.sync)
     return 0
 

@@ -29,6 +29,7 @@ from ._plan import (
     costs_of,
     count,
     parse_scheme,
+    printable,
     scheme_options,
     seconds,
     under,
@@ -118,7 +119,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, str | None]:
 def from_file(path: str, sync: str | None, scheme: str | None = None) -> Schedule:
     """The schedule in a CSV file, named after it unless it is to be held to what a scheme promises."""
     schedule = read(path, **{name: word for name, word in (("scheme", scheme), ("sync", sync)) if word})
-    return schedule if scheme else replace(schedule, scheme=Path(path).name)
+    return schedule if scheme else replace(schedule, scheme=printable(Path(path).name))
 
 
 def show(schedule: Schedule, args: argparse.Namespace, sync: str | None) -> None:

@@ -388,18 +388,28 @@ def _key_value(override: str) -> tuple[str, Any]:
         raise InputError(f"{override!r} is not key=value: give, for example, depth=4")
     if not text:
         raise InputError(f"{override!r} has no value: give one, or leave the key out")
-    return key, _value(text)
+    return key, _value(key, text)
 
 
-def _value(text: str) -> Any:
-    """A TOML value, or a bare word."""
+def _value(key: str, text: str) -> Any:
+    """A TOML value, or a bare word. A name is one of the latter, though it may look like a number or a date."""
     if text.lower() in ("none", "true", "false"):
         return {"none": None, "true": True, "false": False}[text.lower()]
+    if _is_name(key) and text[0] not in "\"'":
+        return text
     try:
         read = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
     return read["value"] if len(read) == 1 else text
+
+
+def _is_name(key: str) -> bool:
+    """Whether a key takes nothing but the name of something."""
+    if key not in Config.model_fields:
+        return False
+    annotation = Config.model_fields[key].annotation
+    return {*(get_args(annotation) or (annotation,))} <= {str, Path, type(None)}
 
 
 def _explain(error: ValidationError) -> str:

@@ -286,6 +286,19 @@ def test_wrong_keys_and_values_are_refused(override, message):
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["20240101", "2024-01-01", "1.5", "0x1f", "[1]", "1 # one", "'", "é"])
+def test_a_name_may_look_like_another_value(name):
+    config = load("gpt-tiny", [f"{key}={name}" for key in ("checkpoint", "data", "log", "resume", "machine")])
+    assert (config.checkpoint, config.data) == (Path(name), Path(name))
+    assert (config.log, config.resume, config.machine) == (name, name, name)
+
+
+def test_names_may_be_quoted_and_other_keys_take_what_toml_has():
+    config = load("gpt-tiny", ["log='2024.h5'", 'checkpoint="none"', "data=none", "profile=3", "partition=[1,2]"])
+    assert (config.log, config.checkpoint, config.data) == ("2024.h5", Path("none"), None)
+    assert (config.profile, config.partition) == (3, (1, 2))
+
+
 def test_a_wrong_source_is_refused(tmp_path):
     with pytest.raises(InputError, match="did you mean 'gpt-tiny'"):
         load("gpt-tyni")

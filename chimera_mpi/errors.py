@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 class InputError(ValueError):
@@ -31,6 +32,14 @@ def complain(text: str, end: str = "\n") -> None:
 def cut(text: str, most: int = 40) -> str:
     """As much of a text as a message has room for."""
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def shown(value: Any, words: Callable[[Any], str] = repr) -> str:
+    """A value as a message has room for it."""
+    try:
+        return cut(words(value))
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or what is nested as deep
+        return f"({type(value).__name__}, too long to show)"
 
 
 def refuse_taken(output: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -284,6 +286,33 @@ def test_wrong_keys_and_values_are_refused(override, message):
     with pytest.raises(InputError) as refused:
         plan_job(load("gpt-tiny", [override]), 1)
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("[" * 5000, f"'{39 * '['}..."),
+        ("[" * 200 + "]" * 200, f"{40 * '['}..."),
+        ("0x" + "f" * 5000, "(int, too long to show)"),
+        ("[0x" + "f" * 5000 + "]", "(list, too long to show)"),
+        ("9" * 5000, f"'{39 * '9'}..."),
+    ],
+    ids=["deep", "less deep", "hexadecimal", "of such", "decimal"],
+)
+def test_endless_values_are_refused_in_a_line(tmp_path, value, shown):
+    with pytest.raises(InputError, match=rf"^seed={re.escape(shown)}: input should be .*; try seed=0$"):
+        load("gpt-tiny", [f"seed={value}"])
+    (tmp_path / "endless.toml").write_text(f"seed = {value}")
+    with pytest.raises(InputError, match=r"endless.toml is not a TOML file: .*|^seed=.*: input should be"):
+        load(str(tmp_path / "endless.toml"))
+
+
+def test_a_file_is_utf8_in_any_locale(tmp_path):
+    (tmp_path / "run.toml").write_bytes("log = 'é.h5'".encode())
+    read = f"from chimera_mpi.config import load; print(ascii(load({str(tmp_path / 'run.toml')!r}).log))"
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-X", "utf8=0", "-c", read], env=plain, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("'\\xe9.h5'\n", "")
 
 
 @pytest.mark.parametrize("name", ["20240101", "2024-01-01", "1.5", "0x1f", "[1]", "1 # one", "'", "é"])

@@ -273,6 +273,37 @@ def test_tokens_have_the_smallest_type_with_room(tmp_path, last, dtype):
     assert tokens_of(made.path)[name].tolist() == [0, last, last, 0, last, 1]
 
 
+@pytest.mark.parametrize(
+    ("parts", "cut"),
+    [
+        ({"normalizer": {"type": "Prepend", "prepend": "_"}}, False),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first", "split": True}}, False),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}}, False),
+        ({"merges": [".\n"]}, False),
+        ({"pre_tokenizer": {"type": "WhitespaceSplit"}}, True),
+    ],
+    ids=["prefix", "first mark", "first space", "over the edge", "words"],
+)
+@pytest.mark.parametrize("space", [" ", "\n"], ids=["spaces", "lines"])
+def test_a_text_of_many_pieces_has_the_tokens_of_the_whole(parts, cut, space, monkeypatch):
+    """Also where every text begins with a mark."""
+    library = pytest.importorskip("tokenizers").Tokenizer
+    letters = [*"ab._ \nĠĊ", *parts.get("merges", ())]
+    model = {
+        "type": "BPE", "vocab": {letter: at for at, letter in enumerate(["</s>", *letters])},
+        "merges": [list(pair) for pair in parts.get("merges", ())],
+    }  # fmt: skip
+    frame = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None}
+    how = json.dumps({**frame, **{key: part for key, part in parts.items() if key != "merges"}, "model": model})
+    monkeypatch.setattr(tokenizer, "PIECE", 50)
+    asked = []
+    monkeypatch.setattr(tokenizer, "pieces", lambda *of: asked.append(of) or pieces(*of))
+    text = f"ab.{space}" * 200
+    found = np.concatenate(list(from_json(how, "x").encode([text[:77], text[77:]])))
+    assert found.tolist() == library.from_str(how).encode(text, add_special_tokens=False).ids
+    assert bool(asked) == cut
+
+
 def test_a_given_one_is_refused_by_what_is_wrong(tmp_path):
     path, text = tmp_path / "t.json", tmp_path / "a.txt"
     text.write_text("a b")

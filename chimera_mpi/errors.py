@@ -24,7 +24,9 @@ class RunFailed(RuntimeError):
 
 
 def complain(text: str, end: str = "\n") -> None:
-    """Print on stderr, though nobody may read it, or the disk that it goes to be full."""
+    """Print on stderr, though nobody may read it, or the disk that it goes to be full; nowhere if there is none."""
+    if sys.stderr is None:  # for which print would take stdout
+        return
     with suppress(OSError):
         print(text, end=end, file=sys.stderr, flush=True)
 

@@ -300,6 +300,14 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert err.startswith("chimera-mpi: ") and err.count("\n") == 1 and not out
 
 
+def test_without_stderr_a_mistake_is_told_nowhere(capsys, monkeypatch):
+    """As with 2>&-: what reads stdout wants no complaint in it."""
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", None)
+        assert main(["show", "chimaera"]) == 2
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("stdout", ["/dev/full", None])
 @pytest.mark.parametrize(
     "words",

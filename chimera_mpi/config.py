@@ -6,13 +6,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from .errors import InputError
+from .errors import InputError, cut, shown
 from .schedule import (
     ALIASES,
     SCHEMES,
@@ -189,6 +191,14 @@ class Config(BaseModel):
     def _let_streams_stream(cls, values: dict[str, Any]) -> dict[str, Any]:
         """To clip, each of their updates would wait for all workers."""
         return {"clip": None, **values} if values.get("scheme") in STREAMS else values
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_what_is_not_utf8(cls, value: Any) -> Any:
+        """Names of files may have any bytes, but a log and a checkpoint write down the configuration in UTF-8."""
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise PydanticCustomError("not_utf8", "it is not UTF-8: give another name")
+        return value
 
     @property
     def scheme_options(self) -> dict[str, Any]:
@@ -373,34 +383,44 @@ def _folder():
 
 def _read(source: str) -> dict[str, Any]:
     if source in presets():
-        return tomllib.loads((_folder() / f"{source}.toml").read_text())
+        return tomllib.loads((_folder() / f"{source}.toml").read_text(encoding="utf-8"))
     path = Path(source)
     if not os.path.isfile(path):
         raise InputError(f"{source!r} is neither a preset nor a file: {nearest(source, presets())}")
     try:
-        return tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{source} is not a TOML file: {error}") from None
 
 
 def _key_value(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
-        raise InputError(f"{override!r} is not key=value: give, for example, depth=4")
+        raise InputError(f"{cut(repr(override))} is not key=value: give, for example, depth=4")
     if not text:
-        raise InputError(f"{override!r} has no value: give one, or leave the key out")
-    return key, _value(text)
+        raise InputError(f"{cut(repr(override))} has no value: give one, or leave the key out")
+    return key, _value(key, text)
 
 
-def _value(text: str) -> Any:
-    """A TOML value, or a bare word."""
+def _value(key: str, text: str) -> Any:
+    """A TOML value, or a bare word. A name is one of the latter, though it may look like a number or a date."""
     if text.lower() in ("none", "true", "false"):
         return {"none": None, "true": True, "false": False}[text.lower()]
+    if _is_name(key) and text[0] not in "\"'":
+        return text
     try:
         read = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or too much of it
         return text
     return read["value"] if len(read) == 1 else text
+
+
+def _is_name(key: str) -> bool:
+    """Whether a key takes nothing but the name of something."""
+    if key not in Config.model_fields:
+        return False
+    annotation = Config.model_fields[key].annotation
+    return {*(get_args(annotation) or (annotation,))} <= {str, Path, type(None)}
 
 
 def _explain(error: ValidationError) -> str:
@@ -409,11 +429,11 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "literal_error" and not isinstance(value, str):  # which may be a number or the like, too
         first = next((other for other in others if other["loc"][0] == key), first)
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key!r}: {nearest(key, Config.model_fields)}"
+        return f"unknown key {cut(repr(key))}: {nearest(key, Config.model_fields)}"
     field = Config.model_fields[key]
     or_none = ", or none" if field.default is not None and type(None) in get_args(field.annotation) else ""
     reason = first["msg"][0].lower() + first["msg"][1:]
-    return f"{key}={spelt(repr, value)}: {reason}; try {key}={spelt(str, field.default)}{or_none}"
+    return f"{key}={shown(value, partial(spelt, repr))}: {reason}; try {key}={spelt(str, field.default)}{or_none}"
 
 
 def spelt(words: Callable[[Any], str], value: Any) -> str:

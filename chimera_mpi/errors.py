@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 class InputError(ValueError):
@@ -23,9 +24,24 @@ class RunFailed(RuntimeError):
 
 
 def complain(text: str, end: str = "\n") -> None:
-    """Print on stderr, though nobody may read it, or the disk that it goes to be full."""
+    """Print on stderr, though nobody may read it, or the disk that it goes to be full; nowhere if there is none."""
+    if sys.stderr is None:  # for which print would take stdout
+        return
     with suppress(OSError):
         print(text, end=end, file=sys.stderr, flush=True)
+
+
+def cut(text: str, most: int = 40) -> str:
+    """As much of a text as a message has room for."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def shown(value: Any, words: Callable[[Any], str] = repr) -> str:
+    """A value as a message has room for it."""
+    try:
+        return cut(words(value))
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or what is nested as deep
+        return f"({type(value).__name__}, too long to show)"
 
 
 def refuse_taken(output: Path) -> None:
@@ -36,8 +52,9 @@ def refuse_taken(output: Path) -> None:
 
 def unwritable(output: str | os.PathLike[str], error: OSError) -> InputError:
     """That the disk refuses what is to be made."""
+    why = error.strerror or cut(" ".join(str(error).split()), 100)
     return InputError(
-        f"cannot write {os.fspath(output)} ({error.strerror or error}): give a path in a folder that is there, "
+        f"cannot write {os.fspath(output)} ({why}): give a path in a folder that is there, "
         "may be written to and has room"
     )
 

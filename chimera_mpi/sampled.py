@@ -53,7 +53,8 @@ class Start:
     @cached_property
     def keys(self) -> dict[str, Any]:
         """The configuration as it was written down."""
-        found = json.loads(str(self.attributes.get("config", "{}")))
+        with self._reading():
+            found = json.loads(str(self.attributes.get("config", "{}")))
         return found if isinstance(found, dict) else {}
 
     @cached_property
@@ -73,12 +74,14 @@ class Start:
 
     @property
     def width(self) -> int:
-        return int(self.attributes.get("width", 1))
+        with self._reading():
+            return int(self.attributes.get("width", 1))
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
         """Each once."""
-        return tuple(dict.fromkeys(json.loads(str(self.attributes.get("hosts", "[]"))) or [self.session.host]))
+        with self._reading():
+            return tuple(dict.fromkeys(json.loads(str(self.attributes.get("hosts", "[]"))) or [self.session.host]))
 
     @property
     def plan(self) -> Steps:
@@ -109,7 +112,7 @@ class Start:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except InputError as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # refused; or the log is damaged
             raise InputError(f"{self.run.path}: its configuration cannot be read: {error}") from None
 
 

@@ -287,7 +287,7 @@ class Run:
         self.part = Part(self.grid, job, self._entering, self.clock, staging, guards=True)
         self.pipeline = self.part.pipeline
         self.read = reader(job, corpus)
-        self.read_validation = partial(read_micro_batch, job.task.batches(validation, job.sizes, None))
+        self.validation = job.task.batches(validation, job.sizes, None) if config.eval_every else None
         self.learning_rate = learning_rate_of(config)
         # A backward does twice a forward's arithmetic.
         self.flops = 3 * sum(self.pipeline.traces[0].flops) / job.sizes[self.part.first] * sum(job.sizes)
@@ -501,7 +501,7 @@ class Run:
     def evaluate(self, after_step: int) -> tuple[float, int]:
         """The mean loss in nats over the first validation samples, and their number of tokens."""
         firsts = range(0, self.job.config.eval_mini_batches, self.job.plan.steps)
-        feeds = (self.part.feed(self.read_validation, first) for first in firsts)
+        feeds = (self.part.feed(partial(read_micro_batch, self.validation), first) for first in firsts)
         with self.here.excused("an evaluation"):
             total = self.part.total(*(self.pipeline.evaluate(feed, after_step) for feed in feeds))
         return total.mean_loss, int(total.targets)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from chimera_mpi.cli import COMMANDS, main
+from chimera_mpi.commands._plan import write
+from chimera_mpi.errors import InputError
 from chimera_mpi.schedule import SCHEMES
 
 SHOW = ["show", "chimera", "--depth", "4", "--micro-batches", "4"]
@@ -308,6 +312,14 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert err.startswith("chimera-mpi: ") and err.count("\n") == 1 and not out
 
 
+def test_without_stderr_a_mistake_is_told_nowhere(capsys, monkeypatch):
+    """As with 2>&-: what reads stdout wants no complaint in it."""
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", None)
+        assert main(["show", "chimaera"]) == 2
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("stdout", ["/dev/full", None])
 @pytest.mark.parametrize(
     "words",
@@ -380,6 +392,37 @@ def test_names_that_are_too_long_are_refused_in_a_line(words, tmp_path, monkeypa
     told, wrong = capsys.readouterr()
     assert not told and wrong.startswith("chimera-mpi: ") and wrong.count("\n") == 1 and LONG in wrong
     assert sorted(tmp_path.iterdir()) == [tmp_path / "a.sh"]
+
+
+@pytest.mark.parametrize("name", ["a\udcff.csv", "a\x01.csv"], ids=["no UTF-8", "no letter"])
+def test_pictures_show_of_a_name_what_can_be_shown(name, torchs, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(torchs.parent)
+    torchs.rename(name)
+    assert main(["check", name, "--svg", "a.svg", "--html", "a.html", "--trace", "a.json"]) == 0
+    assert "a?.csv is sound" in capsys.readouterr().out
+    assert "a?.csv" in "".join(ET.parse("a.svg").getroot().itertext())
+    assert "a?.csv" in Path("a.html").read_text(encoding="utf-8")
+
+
+def test_a_picture_stays_until_another_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        path.open("wb").write(content[:3])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    picture, link = tmp_path / "a.svg", tmp_path / "b.svg"
+    picture.write_text("older")
+    picture.chmod(0o600)
+    link.symlink_to(picture)
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="No space left"):
+        patch.setattr(Path, "write_bytes", full)
+        write(picture, "newer")
+    assert picture.read_text() == "older" and sorted(os.listdir(tmp_path)) == ["a.svg", "b.svg"]
+    write(picture, "newer, \udcff")
+    assert picture.read_text() == "newer, ?" and picture.stat().st_mode & 0o777 == 0o600
+    write(link, "by its other name")
+    assert link.is_symlink() and picture.read_text() == "by its other name"
+    write(Path(os.devnull), "nothing")
+    assert not Path(os.devnull).is_file()
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 import math
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -29,7 +31,7 @@ from chimera_mpi.data import (
     unigram_entropy,
 )
 from chimera_mpi.data.batches import _shuffled
-from chimera_mpi.errors import InputError
+from chimera_mpi.errors import InputError, unwritable
 
 TEXT = Path(__file__).parent.parent / "data" / "pipelines.txt"
 
@@ -126,8 +128,12 @@ def test_without_a_validation_part(folder, tmp_path):
     prepared = prepare(tmp_path / "all.h5", [folder], Rules(validation_fraction=0))
     assert prepared.validation_tokens == 0
     assert open_corpus(prepared.path, "train", 16).samples > 100
-    with pytest.raises(InputError, match="0 validation tokens"):
+    assert open_corpus(prepared.path, "validation", 16, least=0).samples == 0
+    remedies = "set eval_every=none, or prepare it with a larger --validation-fraction"
+    with pytest.raises(InputError, match=f"0 validation tokens, a sample of sequence_length=16 needs 17: {remedies}$"):
         open_corpus(prepared.path, "validation", 16)
+    with pytest.raises(InputError, match=f"0 validation tokens, pairs of sequence_length=16 need 27: {remedies}$"):
+        MaskedBatches(open_corpus(prepared.path, "validation", 16, least=0), (2,))
 
 
 def test_two_large_documents_make_one_of_each_part(tmp_path):
@@ -188,6 +194,32 @@ def test_a_prepare_that_fails_half_way_leaves_nothing(folder, tmp_path, monkeypa
     with pytest.raises(InputError, match="No space left"):
         prepare(tmp_path / "x.h5", [folder])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("missing", [100, 8000])
+def test_a_full_disk_is_told_in_a_line(tmp_path, missing):
+    """Also where HDF5 would find out as it closes the file, upon which it crashes when its process ends."""
+    (tmp_path / "texts").mkdir()
+    for index in range(40):
+        (tmp_path / "texts" / f"{index}.txt").write_text(f"{index}" * 500)
+    size = prepare(tmp_path / "whole.h5", [tmp_path / "texts"]).path.stat().st_size
+    limited = (
+        "import resource, sys\n"
+        "from chimera_mpi.cli import main\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size - missing}, {size - missing}))\n"
+        "sys.exit(main(['data', 'prepare', '-o', 'x.h5', 'texts']))\n"
+    )
+    command = [sys.executable, "-B", "-c", limited]  # no module is to be cached in part
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("chimera-mpi: cannot write x.h5 (File too large): ") and done.stderr.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["texts", "whole.h5"]
+
+
+def test_what_hdf5_says_of_a_disk_is_one_line():
+    told = str(unwritable("x.h5", OSError("file write failed: time = now\n, errno = 28, " + 100 * "more ")))
+    assert told.startswith("cannot write x.h5 (file write failed: time = now , errno = 28, more more")
+    assert len(told) < 250 and "\n" not in told
 
 
 # ---- open_corpus -------------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 import gzip
 import json
 import os
+import platform
 import random
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import h5py
 import numpy as np
 import pytest
 
+from chimera_mpi import data
 from chimera_mpi.cli import main
+from chimera_mpi.commands import _job
 from chimera_mpi.data import (
     BYTES,
     PARTS,
@@ -281,6 +285,37 @@ def test_tokens_have_the_smallest_type_with_room(tmp_path, last, dtype):
     assert tokens_of(made.path)[name].tolist() == [0, last, last, 0, last, 1]
 
 
+@pytest.mark.parametrize(
+    ("parts", "cut"),
+    [
+        ({"normalizer": {"type": "Prepend", "prepend": "_"}}, False),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first", "split": True}}, False),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}}, False),
+        ({"merges": [".\n"]}, False),
+        ({"pre_tokenizer": {"type": "WhitespaceSplit"}}, True),
+    ],
+    ids=["prefix", "first mark", "first space", "over the edge", "words"],
+)
+@pytest.mark.parametrize("space", [" ", "\n"], ids=["spaces", "lines"])
+def test_a_text_of_many_pieces_has_the_tokens_of_the_whole(parts, cut, space, monkeypatch):
+    """Also where every text begins with a mark."""
+    library = pytest.importorskip("tokenizers").Tokenizer
+    letters = [*"ab._ \nĠĊ", *parts.get("merges", ())]
+    model = {
+        "type": "BPE", "vocab": {letter: at for at, letter in enumerate(["</s>", *letters])},
+        "merges": [list(pair) for pair in parts.get("merges", ())],
+    }  # fmt: skip
+    frame = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None}
+    how = json.dumps({**frame, **{key: part for key, part in parts.items() if key != "merges"}, "model": model})
+    monkeypatch.setattr(tokenizer, "PIECE", 50)
+    asked = []
+    monkeypatch.setattr(tokenizer, "pieces", lambda *of: asked.append(of) or pieces(*of))
+    text = f"ab.{space}" * 200
+    found = np.concatenate(list(from_json(how, "x").encode([text[:77], text[77:]])))
+    assert found.tolist() == library.from_str(how).encode(text, add_special_tokens=False).ids
+    assert bool(asked) == cut
+
+
 def test_a_given_one_is_refused_by_what_is_wrong(tmp_path):
     path, text = tmp_path / "t.json", tmp_path / "a.txt"
     text.write_text("a b")
@@ -527,6 +562,37 @@ def test_two_cannot_prepare_one_file(many, tmp_path):
 
     assert prepare(tmp_path / "x.h5", [many], tell=another).documents and refused
     assert sorted(os.listdir(tmp_path)) == ["many", "x.h5"]
+
+
+def test_runs_that_start_together_wait_for_the_one_that_prepares(tmp_path, monkeypatch, capsys):
+    path, naps = tmp_path / "data" / "corpus.h5", []
+    path.parent.mkdir()
+    with ExitStack() as other:
+        other.enter_context(spool.spool_folder(path))
+
+        def nap(seconds):
+            naps.append(seconds)
+            if len(naps) == 3:
+                path.write_bytes(b"whole")
+                other.close()
+
+        monkeypatch.setattr(_job.time, "sleep", nap)
+        _job._prepare_default(path)
+    assert path.read_bytes() == b"whole" and len(naps) == 3
+    told = f"{path} is being prepared by process {os.getpid()} on {platform.node()}, for whose end this run waits\n"
+    assert capsys.readouterr().out == told
+
+
+def test_a_run_takes_the_data_that_another_has_just_prepared(tmp_path, monkeypatch):
+    path = tmp_path / "corpus.h5"
+
+    def too_late(output):
+        output.write_bytes(b"whole")
+        raise InputError(f"{output} exists")
+
+    monkeypatch.setattr(data, "prepare", too_late)
+    _job._prepare_default(path)
+    assert path.read_bytes() == b"whole"
 
 
 def test_where_nothing_can_be_written_one_line_says_so(capsys):

@@ -311,6 +311,9 @@ def test_another_session_is_told_of_when_asked_for(told, figures, resumed):
     counted = (run.steps["session"] == 1) & ~run.steps["warmup"]
     assert found["step_s"]["value"] == pytest.approx(float(np.median(run.steps["seconds"][counted])))
     assert found["workers"][1]["compute_s"] == pytest.approx(float(np.median(run.workers["compute_s"][counted, 1])))
+    for session, last in ((0, 19), (1, 39), (2, 59)):
+        found = the_one(figures(resumed, "--session", session))
+        assert found["validation_loss"] == pytest.approx(2.6 + 3 * 0.97**last)
     code, out, err = told(resumed, "--session", 4)
     assert (code, out) == (2, "") and err.strip().endswith("has no session 4: give one from 0 to 3")
     assert "no step yet" in told(resumed, "--session", 3)[1]
@@ -512,6 +515,9 @@ def wrong(tmp_path):
     RunLog.create(tmp_path / "bare.h5", {}, 1).close()
     write_log(tmp_path / "shape.h5", Made(attributes={"width": 3}))
     write_log(tmp_path / "key.h5", Made(attributes={"config": '{"model": "gpt-tiny"}'}))
+    for name, damage in (("torn", {"config": '{"dep'}), ("width", {"width": None}), ("hosts", {"hosts": "["})):
+        write_log(tmp_path / f"{name}.h5", Made(steps=3, asked=5))
+        write_log(tmp_path / f"{name}.h5", Made(first=3, steps=5, attributes=damage))
     return {
         "missing.h5": "No such file",
         "empty.h5": "empty",
@@ -519,6 +525,9 @@ def wrong(tmp_path):
         "bare.h5": "has no 'config'",
         "shape.h5": "4 ranks with depth=4 and width=3",
         "key.h5": "its configuration cannot be read: model='gpt-tiny'",
+        "torn.h5": "its configuration cannot be read: Unterminated string",
+        "width.h5": "its configuration cannot be read: int() argument must be",
+        "hosts.h5": "its configuration cannot be read: Expecting value",
     }
 
 
@@ -539,7 +548,7 @@ def test_others_are_reported_beside_what_is_no_log(told, figures, folder, tmp_pa
     assert "none.h5 has no step yet" in lines[-1]
     assert len(figures(*several)["left_out"]) == len(lines)
     code, out, err = told(*several[1:])
-    assert (code, out) == (2, "") and "none of the 7 logs has a step to compare" in err
+    assert (code, out) == (2, "") and f"none of the {len(wrong) + 1} logs has a step to compare" in err
 
 
 def test_a_run_without_a_step_is_said_to_be_one(told, figures, tmp_path):

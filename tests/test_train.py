@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -20,6 +22,7 @@ from chimera_mpi.cli import main
 from chimera_mpi.commands._ranks import refuse_singletons
 from chimera_mpi.commands.train import _tell_end
 from chimera_mpi.config import Config, load, presets, schedule_of
+from chimera_mpi.data import Rules, prepare
 from chimera_mpi.errors import InputError
 from chimera_mpi.predict import simulate
 from chimera_mpi.predict.partition import by_thirds
@@ -163,7 +166,8 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(folder):
 
 
 def test_a_run_may_do_without_evaluations(folder):
-    done = train(1, folder, "unjudged.h5", "depth=1", "eval_every=none")
+    prepare(folder / "all.h5", [small.TEXT], Rules(validation_fraction=0))
+    done = train(1, folder, "unjudged.h5", "depth=1", "eval_every=none", "data=all.h5")
     assert done.returncode == 0, done.stderr
     run = read_run(folder / "unjudged.h5")
     assert len(run.steps["step"]) == STEPS and not len(run.evaluations["step"])
@@ -264,6 +268,8 @@ def test_what_cannot_be_is_refused(overrides, ranks, message):
         ("hidden=99999999999", "hidden=99999999999: input should be less than or equal to 1000000; try hidden=768"),
         ("threads=100000", "threads=100000: input should be less than or equal to 1024"),
         ("log=", "'log=' has no value"),
+        ("log=r\udcff.h5", r"log='r\udcff.h5': it is not UTF-8: give another name; try log=auto, or none"),
+        ("checkpoint=\udcff", r"checkpoint='\udcff': it is not UTF-8: give another name; try checkpoint=none"),
         ("scheme=chi\nmera", "scheme"),
         ("steps=1\nlayers=3", "steps='1\\nlayers=3'"),
         ("optimizer=adam", "optimizer='adam': input should be 'adamw', 'sgd'"),
@@ -299,6 +305,46 @@ def test_sampled_steps_become_rarer(first):
     assert all((step + 1) % 10 == 0 for step in sampled[:128]) and sampled[-1] == last - 1
     assert all(b - a <= max(20, (b - first) / 64) for a, b in pairwise(sampled))
     assert sum(_is_sampled(range(step, step + 50), 1, 0, 500) for step in range(0, 500, 50)) == 10
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("[" * 5000, f"'{39 * '['}..."),
+        ("[" * 200 + "]" * 200, f"{40 * '['}..."),
+        ("0x" + "f" * 5000, "(int, too long to show)"),
+        ("[0x" + "f" * 5000 + "]", "(list, too long to show)"),
+        ("9" * 5000, f"'{39 * '9'}..."),
+    ],
+    ids=["deep", "less deep", "hexadecimal", "of such", "decimal"],
+)
+def test_endless_values_are_refused_in_a_line(tmp_path, value, shown):
+    with pytest.raises(InputError, match=rf"^seed={re.escape(shown)}: input should be .*; try seed=0$"):
+        load("gpt-tiny", [f"seed={value}"])
+    (tmp_path / "endless.toml").write_text(f"seed = {value}")
+    with pytest.raises(InputError, match=r"endless.toml is not a TOML file: .*|^seed=.*: input should be"):
+        load(str(tmp_path / "endless.toml"))
+
+
+def test_a_file_is_utf8_in_any_locale(tmp_path):
+    (tmp_path / "run.toml").write_bytes("log = 'é.h5'".encode())
+    read = f"from chimera_mpi.config import load; print(ascii(load({str(tmp_path / 'run.toml')!r}).log))"
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-X", "utf8=0", "-c", read], env=plain, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("'\\xe9.h5'\n", "")
+
+
+@pytest.mark.parametrize("name", ["20240101", "2024-01-01", "1.5", "0x1f", "[1]", "1 # one", "'", "é"])
+def test_a_name_may_look_like_another_value(name):
+    config = load("gpt-tiny", [f"{key}={name}" for key in ("checkpoint", "data", "log", "resume", "machine")])
+    assert (config.checkpoint, config.data) == (Path(name), Path(name))
+    assert (config.log, config.resume, config.machine) == (name, name, name)
+
+
+def test_names_may_be_quoted_and_other_keys_take_what_toml_has():
+    config = load("gpt-tiny", ["log='2024.h5'", 'checkpoint="none"', "data=none", "profile=3", "partition=[1,2]"])
+    assert (config.log, config.checkpoint, config.data) == ("2024.h5", Path("none"), None)
+    assert (config.profile, config.partition) == (3, (1, 2))
 
 
 def test_a_wrong_source_is_refused(tmp_path):

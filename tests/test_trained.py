@@ -294,8 +294,14 @@ WRONG_FOLDERS = {
     "tokenizer": (GPT_, {}, lambda f: (f / "tokenizer.json").write_text("{}"), r"is no tokenizer\.json"),
     "tokens of words": (
         GPT_, {}, lambda f: (f / "tokenizer.json").write_text('{"model": {"vocab": {"</s>": "x"}}}'),
-        r"is no tokenizer\.json: TypeError",
+        r"is no tokenizer\.json: ValueError: token '</s>' has the number 'x', which is not in \[0, 2\^31\)",
     ),
+    "tokens below 0": (
+        GPT_, {}, lambda f: (f / "tokenizer.json").write_text(
+            '{"model": {"vocab": {"a": 1}}, "added_tokens": [{"content": "</s>", "id": -5}]}'
+        ), "token '</s>' has the number -5, which is not in",
+    ),
+    "half tied": (GPT_, {"tie_word_embeddings": "no"}, None, "tie_word_embeddings='no' is neither true nor false"),
     "endless": (GPT_, {"vocab_size": 10**30}, None, r"theirs: it is not understood: "),
     "larger tokenizer": (
         GPT(layers=1, hidden=4, heads=1, vocabulary=99, positions=4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ..train import Job
 
 T = TypeVar("T")
+
+POLL_S = 0.5  # between looks at whether another run has made the default data
 
 
 class Asked(NamedTuple):
@@ -65,8 +68,9 @@ def find_asked(world: Any, config: Config) -> Asked:
     staging, devices = find_staging(world, node.rank, config)
     data = config.data or DEFAULT_DATA
     agree(world, first(lambda: None if config.data else _prepare_default(data)))
+    least = {"train": 1, "validation": 1 if config.eval_every else 0}
     corpus, validation = agree(
-        world, lambda: [open_corpus(data, part, config.sequence_length) for part in ("train", "validation")]
+        world, lambda: [open_corpus(data, part, config.sequence_length, samples) for part, samples in least.items()]
     )
     agree(world, lambda: check_vocabulary(job.task, corpus))
     if choice.checkpoint:
@@ -127,13 +131,24 @@ def _check_profile(config: Config, rank: int) -> None:
 
 
 def _prepare_default(path: Path) -> None:
-    """Without a data file of the user's, train on the texts that every Python carries."""
-    from ..data import prepare
+    """Without a data file of the user's, train on the texts that every Python carries. Of runs that start together one
+    prepares them, and the others wait for it."""
+    from ..data import BeingPrepared, prepare
     from .data import describe
 
-    if not path.exists():
+    waits_for = ""
+    while not path.exists():
         make_folder(path.parent, "data")
-        say(describe(prepare(path)))
+        try:
+            say(describe(prepare(path)))
+        except BeingPrepared as error:
+            if error.holder != waits_for:
+                say(f"{path} is being prepared by {error.holder}, for whose end this run waits")
+            waits_for = error.holder
+            time.sleep(POLL_S)
+        except InputError:
+            if not path.exists():  # another was faster
+                raise
 
 
 def make_folder(folder: Path, key: str) -> None:

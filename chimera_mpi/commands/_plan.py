@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import InputError, unwritable
+from ..errors import InputError, cut, unwritable
 from ..predict import Costs, Link, peak_activations, simulate, weight_versions
 from ..predict.costs import PER_STAGE, TIMES, per_stage
 from ..schedule import (
@@ -80,11 +81,11 @@ def _number(word: str) -> float:
     try:
         near = float(word)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{_cut(word)}' is no number of seconds or bytes") from None
+        raise argparse.ArgumentTypeError(f"'{cut(word)}' is no number of seconds or bytes") from None
     if near and not 1e-15 <= near <= 1e15:
-        raise argparse.ArgumentTypeError(f"must be 0 or between 1e-15 and 1e15, not {_cut(word)}")
+        raise argparse.ArgumentTypeError(f"must be 0 or between 1e-15 and 1e15, not {cut(word)}")
     if len(word) > LONGEST_NUMBER:
-        raise argparse.ArgumentTypeError(f"must have at most {LONGEST_NUMBER} characters, not '{_cut(word)}'")
+        raise argparse.ArgumentTypeError(f"must have at most {LONGEST_NUMBER} characters, not '{cut(word)}'")
     value = Fraction(word) if near else Fraction(0)
     return value.numerator if value.denominator == 1 else cast(float, value)
 
@@ -103,20 +104,15 @@ def count(word: str) -> int:
     """A whole number of 1 or more, for argparse."""
     is_short = len(word) <= len(str(MOST))
     if not word.isdecimal() or (is_short and int(word) < 1):
-        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not '{_cut(word)}'")
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not '{cut(word)}'")
     if not is_short or int(word) > MOST:
-        raise argparse.ArgumentTypeError(f"must be {MOST:,} or less, not '{_cut(word)}'")
+        raise argparse.ArgumentTypeError(f"must be {MOST:,} or less, not '{cut(word)}'")
     return int(word)
 
 
 def counts(words: str) -> list[int]:
     """Such numbers, separated by commas, each once."""
     return list(dict.fromkeys(count(word) for word in words.split(",")))
-
-
-def _cut(word: str) -> str:
-    """As much of it as a line has room for."""
-    return word if len(word) <= 40 else f"{word[:37]}..."
 
 
 _FURTHER: dict[str, tuple[str, Callable[[str], Any] | None, str]] = {
@@ -371,11 +367,32 @@ def under(costs: Costs, schedule: Schedule, parts: Fraction = Fraction(1)) -> Pl
 
 
 def write(path: Path, words: str) -> None:
-    """Write a file, or say in a line why not. A picture that is there is replaced."""
+    """Write a file, or say in a line why not. What is there stays until its successor is whole."""
+    coded = words.encode("utf-8", "replace")  # a name need not be UTF-8
     try:
-        path.write_text(words, encoding="utf-8")
+        if _is_replaceable(path):
+            _replace(path, coded)
+        else:
+            path.write_bytes(coded)
     except OSError as error:
         raise unwritable(path, error) from None
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Not what is no plain file, such as a pipe or a link, nor what must not be written."""
+    is_free = os.access(path, os.W_OK) and not path.is_symlink() if path.is_file() else not os.path.lexists(path)
+    return is_free and os.access(path.parent, os.W_OK)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{os.getpid()}.part")
+    try:
+        beside.write_bytes(content)
+        if path.exists():
+            shutil.copymode(path, beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def check_writable(*paths: Path | None) -> None:

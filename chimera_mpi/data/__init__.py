@@ -8,6 +8,7 @@ from .corpus import PARTS, SCHEMA, Corpus, open_corpus
 from .masked import AROUND_PAIR, IGNORED, MASKED_FRACTION, Masked, MaskedBatches
 from .preparation import Prepared, Rules, prepare, unigram_entropy
 from .sources import ERRORS, SUFFIXES
+from .spool import BeingPrepared
 from .tokenizer import (
     BYTES,
     END_OF_DOCUMENT,
@@ -34,6 +35,7 @@ __all__ = [
     "TOKENIZER",
     "VOCABULARY",
     "Batches",
+    "BeingPrepared",
     "Corpus",
     "Masked",
     "MaskedBatches",

@@ -60,7 +60,7 @@ class Corpus:
     @property
     def samples(self) -> int:
         """Each sample also needs the token after its last."""
-        return (len(self.tokens) - 1) // self.sequence_length
+        return max(len(self.tokens) - 1, 0) // self.sequence_length
 
     def sample(self, ids: Sequence[int] | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Inputs and targets of samples `ids`, each int64 [len(ids), sequence_length]; a target is the next token."""
@@ -80,8 +80,9 @@ class Corpus:
             )
 
 
-def open_corpus(path: Path, part: str = "train", sequence_length: int = 128) -> Corpus:
-    """The samples of `part`, "train" or "validation". Raises `InputError` if `path` is not a whole token file.
+def open_corpus(path: Path, part: str = "train", sequence_length: int = 128, least: int = 1) -> Corpus:
+    """The samples of `part`, "train" or "validation". Raises `InputError` if `path` is not a whole token file, or if
+    they are fewer than `least`.
 
     Parts up to 64 MiB are compared with their sha256; `Corpus.verify` does so for larger ones.
     """
@@ -100,14 +101,23 @@ def open_corpus(path: Path, part: str = "train", sequence_length: int = 128) -> 
         raise
     except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
         raise InputError(f"{path} is not a whole token file (truncated, or of another kind): {_remedy()}") from error
-    if corpus.samples < 1:
-        raise InputError(
-            f"{path} has {len(corpus.tokens)} {part} tokens, a sample of sequence_length={sequence_length} needs "
-            f"{sequence_length + 1}: shorten sequence_length, or prepare more text"
-        )
+    if corpus.samples < least:
+        raise too_short(corpus, f"a sample of sequence_length={sequence_length} needs {sequence_length + 1}")
     if corpus.tokens.nbytes <= CHECKED_WHEN_OPENED_BYTES:
         corpus.verify()
     return corpus
+
+
+def too_short(corpus: Corpus, needed: str) -> InputError:
+    """That a part has too few tokens for what is `needed`."""
+    remedies = ["shorten sequence_length"] if len(corpus.tokens) else []
+    if corpus.part == "validation":
+        remedies += ["set eval_every=none", "prepare it with a larger --validation-fraction"]
+    else:
+        remedies += ["prepare more text"]
+    return InputError(
+        f"{corpus.path} has {len(corpus.tokens)} {corpus.part} tokens, {needed}: {', or '.join(remedies)}"
+    )
 
 
 def _refuse_input(path: Path) -> None:

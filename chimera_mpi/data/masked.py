@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from .batches import Batches
-from .corpus import Corpus
+from .corpus import Corpus, too_short
 
 IGNORED = -100  # the target of a token that is not masked; `models` has the same
 AROUND_PAIR = 3  # tokens of a sample that are not of the corpus: [CLS] first [SEP] second [SEP]
@@ -55,10 +55,7 @@ class MaskedBatches:
         if not 0 <= self.short <= 1:
             raise InputError(f"short={self.short} is not in [0, 1]: short=0 pads nothing")
         if self.windows.corpus.samples < 2:
-            raise InputError(
-                f"{self.corpus.path} has {len(self.corpus.tokens)} {self.corpus.part} tokens, pairs of "
-                f"sequence_length={length} need {2 * self.room + 1}: shorten sequence_length, or prepare more text"
-            )
+            raise too_short(self.corpus, f"pairs of sequence_length={length} need {2 * self.room + 1}")
 
     @property
     def room(self) -> int:

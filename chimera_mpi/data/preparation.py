@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -227,14 +228,57 @@ def _all_pieces(sources: Sequence[Source], tell: Callable[[int], None]) -> Itera
 # ---- the file ----------------------------------------------------------------------------------------------------
 
 
+class _Disk(io.FileIO):
+    """A file for h5py. HDF5 cannot close what it could not write, and crashes on its way out; so what the disk refuses
+    is kept for `check`, and what would be written after it is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w+")
+        self._refused: OSError | None = None
+
+    def check(self) -> None:
+        """Raises OSError if not all is written."""
+        if self._refused:
+            raise self._refused
+
+    def write(self, data: Any) -> int:
+        self._unless_refused(lambda: self._write_whole(memoryview(data).cast("B")))
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        self._unless_refused(lambda: super(_Disk, self).truncate(size))
+        return self.tell() if size is None else size
+
+    def _write_whole(self, data: memoryview) -> None:
+        while data:
+            data = data[super().write(data) :]
+
+    def _unless_refused(self, act: Callable[[], Any]) -> None:
+        if self._refused is None:
+            try:
+                act()
+            except OSError as error:
+                self._refused = error
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[tuple[h5py.File, _Disk]]:
+    """Raises OSError if it is not whole."""
+    with _Disk(path) as disk:
+        with h5py.File(disk, "w") as file:
+            yield file, disk
+        disk.check()
+
+
 def _write(
     path: Path, parts: Mapping[str, Part], tokenizer: Tokenizer, attributes: Mapping[str, Any]
 ) -> tuple[dict[str, Tokens], str]:
     """Returns how often each token occurs in each part, and the sha256 of all tokens."""
     everything = hashlib.sha256()
-    with h5py.File(path, "w") as file:
+    with _new_file(path) as (file, disk):
         counts = {
-            part: _write_part(file.create_group(part), parts[part], tokenizer.vocabulary, everything) for part in PARTS
+            part: _write_part(file.create_group(part), parts[part], tokenizer.vocabulary, everything, disk)
+            for part in PARTS
         }
         if tokenizer.json is not None:
             file[TOKENIZER] = np.frombuffer(tokenizer.json.encode(), dtype=np.uint8)
@@ -251,7 +295,7 @@ def _write(
     return counts, everything.hexdigest()
 
 
-def _write_part(group: h5py.Group, part: Part, vocabulary: int, everything: Any) -> Tokens:
+def _write_part(group: h5py.Group, part: Part, vocabulary: int, everything: Any, disk: _Disk) -> Tokens:
     """Returns how often each token occurs."""
     ends = np.cumsum(part.sizes, dtype=np.int64)
     total = int(part.sizes.sum())
@@ -259,6 +303,7 @@ def _write_part(group: h5py.Group, part: Part, vocabulary: int, everything: Any)
     counts, digest, at = np.zeros(vocabulary, dtype=np.int64), hashlib.sha256(), 0
     for block in _blocks(part.runs):
         tokens[at : at + len(block)] = block
+        disk.check()
         at += len(block)
         counts += np.bincount(block, minlength=vocabulary)
         digest.update(block.data)

@@ -35,6 +35,14 @@ SAVE_EVERY_S = 1.0
 BLOCK = 1 << 20  # tokens that are read, and written, at once
 
 
+class BeingPrepared(InputError):
+    """Another process, the `holder`, is at it."""
+
+    def __init__(self, output: Path, holder: str) -> None:
+        super().__init__(f"{output} is being prepared by {holder}: wait for its end, or give another -o FILE")
+        self.holder = holder
+
+
 def token_type(vocabulary: int) -> np.dtype:
     """The smallest that has room for every token."""
     return np.dtype("<u4" if vocabulary > 1 << 16 else "<u2" if vocabulary > 1 << 8 else "u1")
@@ -190,7 +198,4 @@ def _locked(folder: Path, output: Path) -> Lock:
     try:
         return lock_if_possible(folder / "lock")
     except BlockingIOError as error:
-        holder = owner(folder / "lock")
-        raise InputError(
-            f"{output} is being prepared by {holder}: wait for its end, or give another -o FILE"
-        ) from error
+        raise BeingPrepared(output, owner(folder / "lock")) from error

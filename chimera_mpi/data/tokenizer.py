@@ -103,7 +103,8 @@ class Tokenizer:
 
     def _encoded_by_library(self, texts: Iterable[str]) -> Iterator[Tokens]:
         assert self.json is not None
-        library, parts = _loaded(self.json), pieces(texts, PIECE)
+        library = _loaded(self.json)
+        parts = pieces(texts, PIECE) if _may_be_cut(self.json) else filter(None, ["".join(texts)])
         while group := list(islice(parts, PIECES)):
             for encoding in library.encode_batch_fast(group, add_special_tokens=False):
                 yield np.array(encoding.ids, dtype=np.int64)
@@ -219,6 +220,18 @@ def _loaded(text: str) -> Any:
     loaded.no_padding()
     loaded.encode_special_tokens = True  # a text that spells one is a text
     return loaded
+
+
+@lru_cache(maxsize=2)
+def _may_be_cut(text: str) -> bool:
+    """Whether a text cut before white space has the tokens of the whole; not where each text begins with a mark of its
+    own, or a token reaches from a word into the white space after it."""
+    library = _loaded(text)
+
+    def tokens(*parts: str) -> list[int]:
+        return [number for part in parts for number in library.encode(part, add_special_tokens=False).ids]
+
+    return all(tokens(word, space + "a") == tokens(word + space + "a") for word in "a." for space in " \t\r\n")
 
 
 def _utf8(parts: Iterable[bytes]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from ..errors import InputError, unwritable
+from ..errors import InputError, shown, unwritable
 from ..schedule import nearest
 from .costs import Link
 from .work import LayerWork
@@ -405,7 +405,7 @@ def _entry(hint: Any, of: Field[Any], given: Any, key: str) -> Any:
     if kind in (int, float):
         return _number(kind, of, given, key)
     if not isinstance(given, kind):
-        raise InputError(f"{key}={_spelt(given)} must be a {kind.__name__}: {_unit(of)}")
+        raise InputError(f"{key}={shown(given)} must be a {kind.__name__}: {_unit(of)}")
     return given
 
 
@@ -415,16 +415,9 @@ def _number(kind: type, of: Field[Any], given: Any, key: str) -> float:
     if not sound or not limits["low"] <= given <= limits["high"] or kind(given) != given:
         whole = "a whole number " if kind is int else ""
         raise InputError(
-            f"{key}={_spelt(given)} must be {whole}from {limits['low']:g} to {limits['high']:g}: {limits['unit']}"
+            f"{key}={shown(given)} must be {whole}from {limits['low']:g} to {limits['high']:g}: {limits['unit']}"
         )
     return kind(given)
-
-
-def _spelt(given: Any) -> str:
-    try:
-        return repr(given)
-    except ValueError:  # hexadecimal numbers may be longer than Python writes in decimals
-        return "a number of thousands of digits"
 
 
 def _key(path: str, name: str) -> str:

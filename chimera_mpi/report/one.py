@@ -160,7 +160,9 @@ class Report:
 
     @property
     def validation(self) -> float:
-        losses = self.run.evaluations["loss"]
+        """Of the last evaluation of its steps."""
+        found, steps = self.run.evaluations, self.run.steps["step"][self.part.rows]
+        losses = found["loss"][np.isin(found["step"], steps)]
         return float(losses[-1]) if len(losses) else nan
 
     @property

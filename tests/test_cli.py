@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import html
 import io
 import json
 import os
@@ -394,14 +395,18 @@ def test_names_that_are_too_long_are_refused_in_a_line(words, tmp_path, monkeypa
     assert sorted(tmp_path.iterdir()) == [tmp_path / "a.sh"]
 
 
-@pytest.mark.parametrize("name", ["a\udcff.csv", "a\x01.csv"], ids=["no UTF-8", "no letter"])
-def test_pictures_show_of_a_name_what_can_be_shown(name, torchs, tmp_path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("a\udcff.csv", r"'a\udcff.csv'"), ("a\x01.csv", r"'a\x01.csv'")],
+    ids=["no UTF-8", "no letter"],
+)
+def test_pictures_spell_out_of_a_name_what_cannot_be_shown(name, shown, torchs, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(torchs.parent)
     torchs.rename(name)
     assert main(["check", name, "--svg", "a.svg", "--html", "a.html", "--trace", "a.json"]) == 0
-    assert "a?.csv is sound" in capsys.readouterr().out
-    assert "a?.csv" in "".join(ET.parse("a.svg").getroot().itertext())
-    assert "a?.csv" in Path("a.html").read_text(encoding="utf-8")
+    assert f"{shown} is sound" in capsys.readouterr().out
+    assert shown in "".join(ET.parse("a.svg").getroot().itertext())
+    assert html.escape(shown) in Path("a.html").read_text(encoding="utf-8")
 
 
 def test_a_picture_stays_until_another_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InputError, refusing
+from ..errors import InputError, refusing, shown
 from . import byte_level
 
 END_OF_DOCUMENT = 256  # where a byte is its own token
@@ -131,6 +131,8 @@ def from_json(text: str, where: str, end_name: str | None = None) -> Tokenizer:
         return BYTES
     with refusing(f"{where} is no tokenizer.json"):
         ids = _ids(json.loads(text))
+        if odd := [token for token, number in ids.items() if type(number) is not int or not 0 <= number < 2**31]:
+            raise ValueError(f"token {shown(odd[0])} has the number {shown(ids[odd[0]])}, which is not in [0, 2^31)")
         vocabulary = max(ids.values()) + 1
     names = (end_name,) if end_name else END_NAMES
     end = next((ids[name] for name in names if name in ids), None)

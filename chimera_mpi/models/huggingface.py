@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, shown
 from .bert import BERT, bert
 from .bert import NORM_EPS as BERT_EPS
 from .gpt import GPT, gpt
@@ -87,7 +87,10 @@ def from_huggingface_config(settings: Mapping[str, Any]) -> GPT | BERT:
     for ours, theirs in keys.items():
         if not isinstance(settings[theirs], int | float if ours == "dropout" else int):
             raise InputError(f"{theirs}={settings[theirs]!r} is no {'number' if ours == 'dropout' else 'whole number'}")
-    config = kind(tied=settings.get("tie_word_embeddings", True), **{o: settings[t] for o, t in keys.items()})
+    tied = settings.get("tie_word_embeddings", True)
+    if not isinstance(tied, bool):
+        raise InputError(f"tie_word_embeddings={shown(tied)} is neither true nor false")
+    config = kind(tied=tied, **{o: settings[t] for o, t in keys.items()})
     for key, value in {**_fixed(config), **_left_alone(config)}.items():
         found = settings.get(key)
         if found not in (None, value) and SAME_FUNCTION.get(str(found)) != value:

@@ -175,6 +175,9 @@ class VersionedWeights(Weights):
 
     def __init__(self, stage: Stage, recipe: Recipe, gradients: Gradients, schedule: Schedule, place: Place):
         super().__init__(stage, recipe, gradients)
+        first_name = {parameter: name for name, parameter in self.newest.items()}
+        named = stage.named_parameters(remove_duplicate=False)
+        self.names = {name: first_name[parameter] for name, parameter in named}
         self.version_of = {op.index: v for op, v in used_versions(schedule).items() if op.place == place}
         self.needed_until = last_uses(schedule, place, self.version_of)
         self.most_held = 1
@@ -203,8 +206,8 @@ class VersionedWeights(Weights):
         self.most_held = max(self.most_held, len(self.held))
 
     def _show(self, parameters: dict[str, nn.Parameter]) -> None:
-        for name, parameter in parameters.items():
-            set_parameter(self.stage, name, parameter)
+        for name, first_name in self.names.items():
+            set_parameter(self.stage, name, parameters[first_name])
 
     def _seen(self) -> dict[str, nn.Parameter]:
         """Parameters for the stage that share memory and gradients with the newest, but not their count of writes."""

@@ -37,7 +37,7 @@ from .runtime.profile import layer_seconds
 from .runtime.recorder import Recorder
 from .runtime.stage import trace
 from .runtime.staging import Direct, Staging
-from .runtime.tensors import PRECISIONS, token_specs
+from .runtime.tensors import PRECISIONS, has_gradient, token_specs
 from .runtime.waiting import Patience
 from .runtime.watchdog import Watchdog, awaited
 from .runtime.worker import Feed, MicroBatch, Sums, Targets, Total
@@ -714,7 +714,7 @@ def try_loss(job: Job, read: Read) -> None:
 
 def check_loss(model: Model, outputs: Sequence[Spec], targets: Targets) -> None:
     """Try the loss on zeros. Raises InputError, or whatever it raises."""
-    zeros = [torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_(spec.dtype.is_floating_point) for spec in outputs]
+    zeros = [torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_(has_gradient(spec.dtype)) for spec in outputs]
     total, _ = model.loss(*zeros, targets)
     if not total.requires_grad:
         raise InputError("the loss has no gradient: compute it from the last layer's outputs, without detach()")

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..models import Model, make_layer
-from .tensors import Spec, Tensors
+from .tensors import Spec, Tensors, resolved
 
 
 def handed_on(output: torch.Tensor | Tensors) -> Tensors:
@@ -22,7 +22,7 @@ def handed_on(output: torch.Tensor | Tensors) -> Tensors:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"a layer returned a {type(tensor).__name__}: return a tensor or a tuple of tensors")
-    return tuple(tensor.contiguous() for tensor in tensors)
+    return tuple(resolved(tensor.contiguous()) for tensor in tensors)
 
 
 def segment_of(layer: nn.Module) -> Callable[[Tensors], Tensors]:

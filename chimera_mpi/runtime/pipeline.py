@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checkpoint import DTYPES
 from ..errors import InputError
 from ..models import Model, make_layer
 from ..predict.partition import cut_uniformly
@@ -257,6 +258,7 @@ def check_job(
     schedule: Schedule, model: Model, cuts: Sequence[range], recipe: Recipe, sharded: bool, fp16: bool
 ) -> None:
     """Raises InputError if these do not go together."""
+    _check_dtypes(model)
     _check_ties(model)
     if sharded and not recipe.by_element:
         raise InputError(
@@ -264,6 +266,19 @@ def check_job(
             "or set optimizer_sharding=none"
         )
     check_compatible(schedule, tied=bool(ties_across(model.tied, cuts)), sharded=sharded, fp16=fp16)
+
+
+def _check_dtypes(model: Model) -> None:
+    """Raises InputError if a layer has what gradients cannot add up in, or checkpoints cannot hold."""
+    for index, factory in enumerate(model.layers):
+        if model.layers.index(factory) == index:  # else it is like one before
+            for name, tensor in make_layer(model, index, seed=0, device="meta").state_dict().items():
+                if tensor.dtype not in DTYPES:
+                    raise InputError(
+                        f"{name} of layer {index} is {str(tensor.dtype).removeprefix('torch.')}, in which nothing is "
+                        "trained or saved: keep it as real numbers, or if it never changes as a buffer with "
+                        "persistent=False"
+                    )
 
 
 def _check_ties(model: Model) -> None:

@@ -1,10 +1,12 @@
-"""What the layers of a model put out, and their FLOPs, found on the meta device."""
+"""What the layers of a model put out, what they write to, and their FLOPs, found on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -38,6 +40,29 @@ class Trace:
     flops: tuple[int, ...]
 
 
+class Writes(NamedTuple):
+    """What the forward of a layer in training writes to, beside what it makes itself: whether to what it is given, and
+    to which of its buffers."""
+
+    inputs: bool
+    buffers: tuple[str, ...]
+
+
+def writes_of(layer: nn.Module, entering: Sequence[Spec]) -> Writes:
+    """Those of a layer on the meta device, once it has filled its caches."""
+    layer.train()
+    for tensors in (_on_meta(entering), _on_meta(entering)):
+        before = {name: (buffer, buffer._version) for name, buffer in layer.named_buffers()}
+        with torch.no_grad(), suppress(Exception):  # what fails here fails where it is traced or trained, and says so
+            layer(*tensors)
+    found = tuple(name for name, buffer in layer.named_buffers() if not _is_as(buffer, *before.get(name, (None, 0))))
+    return Writes(any(tensor._version for tensor in tensors), found)
+
+
+def _is_as(buffer: torch.Tensor, before: torch.Tensor | None, version: int) -> bool:
+    return buffer is before and buffer._version == version
+
+
 @lru_cache(maxsize=256)
 def trace(model: Model, inputs: tuple[Spec, ...], dtype: torch.dtype = torch.float32) -> Trace:
     """Find out without memory or arithmetic, layers made by one factory once for each shape."""
@@ -55,7 +80,11 @@ def _trace_layer(
     model: Model, index: int, entering: tuple[Spec, ...], dtype: torch.dtype
 ) -> tuple[tuple[Spec, ...], int]:
     layer = make_layer(model, index, seed=0, dtype=dtype, device="meta").eval()
-    tensors = (torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in entering)
+    tensors = _on_meta(entering)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         leaving = handed_on(layer(*tensors))
     return tuple(Spec(tuple(t.shape), t.dtype) for t in leaving), counter.get_total_flops()
+
+
+def _on_meta(specs: Sequence[Spec]) -> Tensors:
+    return tuple(torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,9 +64,16 @@ def _is_as(buffer: torch.Tensor, before: torch.Tensor | None, version: int) -> b
     return buffer is before and buffer._version == version
 
 
-@lru_cache(maxsize=256)
 def trace(model: Model, inputs: tuple[Spec, ...], dtype: torch.dtype = torch.float32) -> Trace:
     """Find out without memory or arithmetic, layers made by one factory once for each shape."""
+    return _trace(weakref.ref(model), inputs, dtype)
+
+
+@lru_cache(maxsize=256)
+def _trace(of: weakref.ref[Model], inputs: tuple[Spec, ...], dtype: torch.dtype) -> Trace:
+    """What is remembered keeps no model in memory: it may have all the weights that were built."""
+    model = of()
+    assert model is not None
     one_layer = cache(lambda factory, entering: _trace_layer(model, model.layers.index(factory), entering, dtype))
     outputs, flops = [], []
     entering = inputs

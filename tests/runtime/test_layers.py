@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +49,15 @@ def test_complex_numbers_that_are_trained_or_saved_are_refused(layer, name):
     plan(Rotation())
     with pytest.raises(InputError, match=f"{name} of layer 1 is complex64.*persistent=False"):
         plan(Rotation(), layer)
+
+
+def test_a_model_that_was_planned_with_is_let_go_of():
+    layer = nn.Linear(4, 4)
+    held = weakref.ref(layer)
+    plan(layer)
+    del layer
+    gc.collect()
+    assert held() is None
 
 
 class Doubled(nn.Module):

@@ -33,12 +33,12 @@ from .runtime.gradients import SHARED_FROM_BYTES
 from .runtime.grid import Comm, Grid
 from .runtime.mailbox import Delivery, Spec, Tensors
 from .runtime.optimizer import LearningRate, Recipe
-from .runtime.pipeline import Pipeline, Settings, check_job
+from .runtime.pipeline import Pipeline, Settings, check_forwards, check_job
 from .runtime.profile import layer_seconds
 from .runtime.recorder import Recorder
 from .runtime.stage import trace
 from .runtime.staging import Direct, Staging
-from .runtime.tensors import PRECISIONS, token_specs
+from .runtime.tensors import PRECISIONS, has_gradient, token_specs
 from .runtime.waiting import Patience
 from .runtime.watchdog import Watchdog, awaited
 from .runtime.worker import Feed, MicroBatch, Sums, Targets, Total
@@ -104,12 +104,16 @@ def job_of(
     config: Config, width: int, plan: Steps, task: Task, sizes: tuple[int, ...], entering: tuple[Spec, ...]
 ) -> Job:
     """`entering` are the tensors that enter layer 0 with the largest micro-batch. Raises InputError."""
-    flops = trace(task.model, entering, PRECISIONS[config.precision]).flops
+    dtype = PRECISIONS[config.precision]
+    found = trace(task.model, entering, dtype)
+    flops = found.flops
     cuts = _cuts(config, task.model, plan.schedule, flops)
     costs = stage_costs(flops, cuts)
     plan = ordered(config, plan, costs)
     is_fp16, is_sharded = config.precision == "fp16", config.optimizer_sharding == "replicas"
     check_job(plan.schedule, task.model, cuts, Recipe(config.optimizer), is_sharded, is_fp16)
+    copies = width * len(plan.schedule.pipes)
+    check_forwards(task.model, (entering, *found.outputs), dtype, config.recompute != "none", copies)
     return Job(config, width, plan, task, sizes, cuts, tuple(costs), imbalance(flops, cuts, plan.schedule))
 
 
@@ -711,7 +715,7 @@ def try_loss(job: Job, read: Read) -> None:
 
 def check_loss(model: Model, outputs: Sequence[Spec], targets: Targets) -> None:
     """Try the loss on zeros. Raises InputError, or whatever it raises."""
-    zeros = [torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_(spec.dtype.is_floating_point) for spec in outputs]
+    zeros = [torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_(has_gradient(spec.dtype)) for spec in outputs]
     total, _ = model.loss(*zeros, targets)
     if not total.requires_grad:
         raise InputError("the loss has no gradient: compute it from the last layer's outputs, without detach()")

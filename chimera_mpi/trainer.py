@@ -23,7 +23,7 @@ from .config import Config, Steps, checked, fitting_depth, schedule_on
 from .data import even_sizes
 from .errors import InputError, refusing
 from .lock import lock_if_possible
-from .models import Model, as_model, make_layer, named_layers
+from .models import Model, as_model, in_precision, make_layer, named_layers
 from .runtime.agreement import agree, meet, take_values_of_root
 from .runtime.device import awareness_of, staging_on, use_device
 from .runtime.grid import Comm, Grid
@@ -129,9 +129,9 @@ class Trainer:
         """Train on a mini-batch: one update of all weights. The result is the same on all ranks.
 
         The tensors, on the CPU and of any dtypes, have the samples in dimension 0, along which they are split into
-        micro-batches as even as can be. `inputs` enter the first layer, floating ones cast to `precision`; the loss
-        gets `targets` as they are, a tensor or a tuple. Shapes may differ from step to step, at the price of
-        finding out anew what travels between the stages.
+        micro-batches as even as can be. `inputs` enter the first layer, floating and complex ones cast to
+        `precision`; the loss gets `targets` as they are, a tensor or a tuple. Shapes may differ from step to step, at
+        the price of finding out anew what travels between the stages.
         """
         step = self.steps_done
         rate, batch = self._meet(lambda: self._prepare(f"step {step}", inputs, targets, self._rate_of(step)))
@@ -337,13 +337,13 @@ class MiniBatch:
 
     @staticmethod
     def of(inputs: Any, targets: Any, micro_batches: int, dtype: torch.dtype) -> MiniBatch:
-        """Floating inputs become of `dtype`. Raises InputError."""
+        """Floating and complex inputs become of this precision. Raises InputError."""
         entering, wanted = _tensors("inputs", inputs), _tensors("targets", targets)
         samples = {len(tensor) for tensor in (*entering, *wanted)}
         if len(samples) > 1:
             counts = " and ".join(map(str, sorted(samples)))
             raise InputError(f"inputs and targets have {counts} samples in dimension 0: give equally many")
-        cast = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in entering)
+        cast = tuple(tensor.to(in_precision(tensor.dtype, dtype)) for tensor in entering)
         whole = wanted[0] if isinstance(targets, Tensor) else wanted
         return MiniBatch(cast, whole, even_sizes(samples.pop(), micro_batches))
 

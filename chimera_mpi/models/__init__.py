@@ -3,7 +3,17 @@
 from .bert import BERT, bert, pretraining_loss
 from .gpt import GPT, gpt
 from .huggingface import from_huggingface, from_huggingface_config, to_huggingface, to_huggingface_config
-from .layers import IGNORED, LayerFactory, Loss, Model, cross_entropy, keyed_seed, make_layer, parameter_count
+from .layers import (
+    IGNORED,
+    LayerFactory,
+    Loss,
+    Model,
+    cross_entropy,
+    in_precision,
+    keyed_seed,
+    make_layer,
+    parameter_count,
+)
 from .parts import SHAPE
 from .user import as_model, named_layers, user_model
 
@@ -21,6 +31,7 @@ __all__ = [
     "from_huggingface",
     "from_huggingface_config",
     "gpt",
+    "in_precision",
     "keyed_seed",
     "make_layer",
     "named_layers",

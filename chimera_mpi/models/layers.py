@@ -61,10 +61,18 @@ def make_layer(
     index = range(len(model.layers))[index]
     with drawing_from(keyed_seed(seed, index)), torch.device("meta" if _is_meta(device) else "cpu"):
         layer = model.layers[index]()
-    layer.to(device=device, dtype=dtype)
+    layer._apply(lambda tensor: tensor.to(device, in_precision(tensor.dtype, dtype)))  # as Module.to does
     if not _is_meta(device):
         _take_tied_values(model, index, layer, seed)
     return layer
+
+
+def in_precision(dtype: torch.dtype, precision: torch.dtype) -> torch.dtype:
+    """What tensors of `dtype` become in a model of `precision`: floating and complex ones change, no others. In half
+    precision torch computes with no complex numbers: they are single then."""
+    if dtype.is_complex:
+        return torch.complex128 if precision == torch.float64 else torch.complex64
+    return precision if dtype.is_floating_point else dtype
 
 
 def parameter_count(model: Model) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 from .mailbox import Tensors
 from .pipeline import Pipeline
 from .stage import handed_on
+from .tensors import has_gradient
 from .worker import Feed, MicroBatch
 
 
@@ -85,4 +86,4 @@ def _gradients(pipeline: Pipeline) -> list[Finding]:
 
 
 def _finite(tensors: Sequence[torch.Tensor] | Tensors) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor.is_floating_point())
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if has_gradient(tensor.dtype))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checkpoint import DTYPES
 from ..errors import InputError
 from ..models import Model, make_layer
 from ..predict.partition import cut_uniformly
@@ -23,6 +24,7 @@ from .progress import ProgressThread
 from .stage import Boundaries, Recompute, Stage, Trace, digest, trace
 from .staging import Direct, Staging
 from .state import Copies, LayerState, held_state, take_up
+from .trace import writes_of
 from .waiting import Patience, assemble
 from .weights import weights_of
 from .worker import Evaluator, Feed, Sums, Worker
@@ -257,6 +259,7 @@ def check_job(
     schedule: Schedule, model: Model, cuts: Sequence[range], recipe: Recipe, sharded: bool, fp16: bool
 ) -> None:
     """Raises InputError if these do not go together."""
+    _check_dtypes(model)
     _check_ties(model)
     if sharded and not recipe.by_element:
         raise InputError(
@@ -264,6 +267,44 @@ def check_job(
             "or set optimizer_sharding=none"
         )
     check_compatible(schedule, tied=bool(ties_across(model.tied, cuts)), sharded=sharded, fp16=fp16)
+
+
+def check_forwards(
+    model: Model, entering: Sequence[Sequence[Spec]], dtype: torch.dtype, recomputed: bool, copies: int
+) -> None:
+    """Raises InputError if a layer's forward writes to what others, or it once more, may read. `entering` are the
+    tensors that enter each layer; of each stage there are so many copies."""
+    for index, factory in enumerate(model.layers):
+        if model.layers.index(factory) != index:
+            continue
+        layer = make_layer(model, index, seed=0, dtype=dtype, device="meta")
+        writes, name = writes_of(layer, entering[index]), f"layer {index}, {type(layer).__name__},"
+        if writes.inputs:
+            raise InputError(
+                f"{name} writes to its inputs, which are the stage's before it too, or kept to recompute: give it "
+                "inplace=False, or let its forward begin with x.clone()"
+            )
+        if writes.buffers and (recomputed or copies > 1):
+            fault, remedy = f"its {copies} replicas would differ", "a scheme of one pipeline on as many ranks as depth"
+            if recomputed:
+                fault, remedy = "recomputation forwards it twice", "recompute=none"
+            raise InputError(
+                f"{name} writes its buffer {writes.buffers[0]} in each forward, and {fault}: take LayerNorm or "
+                f"GroupNorm for a BatchNorm, or {remedy}"
+            )
+
+
+def _check_dtypes(model: Model) -> None:
+    """Raises InputError if a layer has what gradients cannot add up in, or checkpoints cannot hold."""
+    for index, factory in enumerate(model.layers):
+        if model.layers.index(factory) == index:  # else it is like one before
+            for name, tensor in make_layer(model, index, seed=0, device="meta").state_dict().items():
+                if tensor.dtype not in DTYPES:
+                    raise InputError(
+                        f"{name} of layer {index} is {str(tensor.dtype).removeprefix('torch.')}, in which nothing is "
+                        "trained or saved: keep it as real numbers, or if it never changes as a buffer with "
+                        "persistent=False"
+                    )
 
 
 def _check_ties(model: Model) -> None:

@@ -13,7 +13,7 @@ from ..models import Model, keyed_seed, make_layer
 from ..predict.partition import Recompute
 from ..schedule import Kind, Op, Schedule
 from .device import CPU, generators
-from .tensors import Spec, Tensors
+from .tensors import Spec, Tensors, has_gradient
 from .trace import Trace, handed_on, trace
 
 __all__ = ["COUNT", "Boundaries", "Recompute", "Stage", "Trace", "digest", "handed_on", "set_parameter", "trace"]
@@ -89,4 +89,4 @@ class Boundaries:
         if op.kind is Kind.FORWARD:
             return outputs[self.cuts[op.stage][-1]]
         entering = outputs[self.cuts[op.stage - 1][-1]]
-        return (COUNT, *(spec for spec in entering if spec.dtype.is_floating_point))
+        return (COUNT, *(spec for spec in entering if has_gradient(spec.dtype)))

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from .tensors import Tensors
+from .tensors import Tensors, has_gradient, resolved
 
 Segment = Callable[[Tensors], Tensors]
 Ends = tuple[GradientEdge | None, ...]
@@ -107,11 +107,12 @@ class Junction:
 
 def start_graph(tensors: Tensors) -> Tensors:
     """The same values at the start of a new graph, which gives gradients to all that can have them."""
-    return tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
+    return tuple(tensor.detach().requires_grad_(has_gradient(tensor.dtype)) for tensor in tensors)
 
 
 def floating(tensors: Tensors) -> Tensors:
-    return tuple(tensor for tensor in tensors if tensor.is_floating_point())
+    """Those that can have gradients, be they real or complex."""
+    return tuple(tensor for tensor in tensors if has_gradient(tensor.dtype))
 
 
 def ends_of(outputs: Tensors) -> Ends:
@@ -120,7 +121,7 @@ def ends_of(outputs: Tensors) -> Ends:
 
 def take_gradients(inputs: Tensors) -> Tensors:
     """The gradient of each floating input, which forgets it; zeros where the loss does not depend on it."""
-    gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in floating(inputs))
+    gradients = tuple(torch.zeros_like(t) if t.grad is None else resolved(t.grad) for t in floating(inputs))
     for tensor in inputs:
         tensor.grad = None
     return gradients

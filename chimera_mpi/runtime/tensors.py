@@ -22,6 +22,16 @@ class Spec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type can have gradients, which are of the same type."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """With its values in its memory, as MPI reads it: torch marks some as conjugates or negatives of what is there."""
+    return tensor.resolve_conj().resolve_neg()
+
+
 def token_specs(samples: int, tokens: int, tensors: int = 1) -> tuple[Spec, ...]:
     """Of token ids, and as many more of the like."""
     return (Spec((samples, tokens), torch.int64),) * tensors

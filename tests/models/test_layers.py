@@ -82,6 +82,27 @@ def test_another_dtype_is_the_same_numbers_cast(dtype, index):
     assert all(torch.equal(found[name], wanted[name].to(dtype)) for name in wanted)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "complex_dtype"),
+    [
+        (torch.float32, torch.complex64),
+        (torch.float64, torch.complex128),
+        (torch.bfloat16, torch.complex64),
+        (torch.float16, torch.complex64),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_complex_buffers_stay_complex(dtype, complex_dtype, device):
+    class Rotation(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("angles", torch.tensor([1 + 2j]))
+
+    layer = make_layer(Model((Rotation,), cross_entropy), 0, 0, dtype, device)
+    assert layer.angles.dtype is complex_dtype
+    assert device == "meta" or layer.angles.tolist() == [1 + 2j]
+
+
 def test_a_tied_parameter_starts_as_its_owner_in_memory_of_its_own():
     owner = make_layer(TIED, 0, 1).get_parameter("tokens.weight")
     copy = make_layer(TIED, 4, 1).get_parameter("output.weight")

@@ -25,6 +25,7 @@ class Emulation:
 
     def __init__(self, schedule, model):
         self.schedule, self.model = schedule, model
+        self.owner = {copy: owner for owner, *copies in model.tied for copy in copies}
         self.versions = used_versions(schedule)
         self.ends = {max(indices) for indices in schedule.shares.values()}
         self.cuts = cut_uniformly(len(model.layers), schedule.stages)
@@ -33,7 +34,8 @@ class Emulation:
         self.momenta = [{name: torch.zeros_like(p) for name, p in history[0].items()} for history in self.history]
 
     def _initial(self, cut):
-        return {(i, name): p.detach().clone() for i in cut for name, p in self.layers[i].named_parameters()}
+        named = {(i, name): p for i in cut for name, p in self.layers[i].named_parameters()}
+        return {key: p.detach().clone() for key, p in named.items() if key not in self.owner}
 
     def run(self, batches):
         """`batches[n]` are the micro-batches n of all replicas; returns the losses and the final weights."""
@@ -50,7 +52,8 @@ class Emulation:
             if index in self.ends:
                 self._update([s / counts for s in sums])
                 sums, counts = None, 0
-        return losses, {name: p for history in self.history for name, p in history[-1].items()}
+        newest = {key: p for history in self.history for key, p in history[-1].items()}
+        return losses, {**newest, **{copy: newest[owner] for copy, owner in self.owner.items()}}
 
     def _seen(self, stage, index):
         version = self.versions[Op(Kind.FORWARD, 0, stage, index)]
@@ -60,7 +63,8 @@ class Emulation:
         for stage, cut in enumerate(self.cuts):
             for i in cut:
                 torch.default_generator.manual_seed(keyed_seed(SEED, 0, number, i))
-                own = {name: p for (layer, name), p in seen[stage].items() if layer == i}
+                names = (name for name, _ in self.layers[i].named_parameters())
+                own = {name: seen[stage][self.owner.get((i, name), (i, name))] for name in names}
                 x = functional_call(self.layers[i], own, (x,))
         return self.model.loss(x, targets)
 
@@ -93,8 +97,14 @@ def test_recomputation_sees_the_version_of_its_forward(comm, scheme):
     check_stream(comm, build(scheme, 4, 9), recompute=Recompute("layer"))
 
 
-def check_stream(comm, schedule, rounds=1, **options):
-    model = tiny(dropout=0.1)
+@pytest.mark.mpi(1)
+@pytest.mark.parametrize("scheme", ["pipedream", "pipedream_2bw"])
+def test_all_names_of_a_parameter_see_one_version(comm, scheme):
+    check_stream(comm, build(scheme, 1, 4), tied=True)
+
+
+def check_stream(comm, schedule, rounds=1, tied=False, **options):
+    model = tiny(dropout=0.1, tied=tied)
     case = Case(comm, schedule, model, **options)
     n, width = schedule.micro_batches, case.grid.width
     batches = [mini_batch(case.sizes, seed) for seed in range(rounds)]

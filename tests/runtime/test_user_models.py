@@ -74,6 +74,20 @@ class Deaf(Layer):
         return h, ids, mask, self.linear(h).mean(-1)
 
 
+class Whirl(Layer):
+    """Hands on complex numbers, by marks on the memory of others; their gradients come back marked as well."""
+
+    def forward(self, h, ids, mask, scale):
+        z = torch.complex(self.linear(h), h)
+        return z.conj(), ids, mask, z.conj().imag.mean(-1) + scale
+
+
+class Flat(Deaf):
+    def forward(self, z, ids, mask, scale):
+        back = z.conj()
+        return super().forward(back.imag + back.real**2, ids, mask, scale)
+
+
 class Plain(nn.Module):
     """No weights; dropout draws by rule, and the mask goes on as it came."""
 
@@ -116,8 +130,8 @@ def odd():
 
 
 def two_streams():
-    """A second float goes all the way, made anew half way."""
-    return [Enter(), Masked(), Swapped(), Twice(), Deaf(), Plain(), Swapped(), Leave()], LossWithScale()
+    """A second float goes all the way, made anew half way, where the first is complex."""
+    return [Enter(), Masked(), Swapped(), Whirl(), Flat(), Plain(), Swapped(), Leave()], LossWithScale()
 
 
 def shared():

@@ -167,7 +167,7 @@ class CudaStreams(Streams):
         return event
 
     def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype, pin_memory=True)
+        return torch.empty(size, dtype=dtype, device=CPU, pin_memory=True)
 
     def pin(self, memory: torch.Tensor) -> None:
         if memory.nbytes:

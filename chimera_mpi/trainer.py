@@ -26,7 +26,7 @@ from .lock import lock_if_possible
 from .models import Model, as_model, in_precision, make_layer, named_layers
 from .runtime.agreement import agree, meet, take_values_of_root
 from .runtime.device import awareness_of, staging_on, use_device
-from .runtime.grid import Comm, Grid
+from .runtime.grid import Comm, Grid, find_node
 from .runtime.mailbox import Spec, Tensors
 from .runtime.optimizer import LearningRate
 from .runtime.pipeline import Pipeline
@@ -112,9 +112,10 @@ class Trainer:
         same(_told(weights.values()), "the ranks have different models: build the same on all, whatever its weights")
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
-        self.grid = Grid(comm, self.config.depth)
+        node = find_node(comm)
+        device = agree(comm, lambda: use_device(self.config.device, node.rank))
+        self.grid = Grid(comm, self.config.depth)  # last, as it has to be closed
         self._patience = patience_of(self.grid, self.config)
-        device = agree(comm, lambda: use_device(self.config.device, self.grid.node.rank))
         self._staging = staging_on(device, awareness_of(comm, self.config.device_aware_mpi, {}, ""))
         take_values_of_root(self.grid.world, self._patience, weights.values(), self.config.message_limit_bytes)
         self.steps_done = 0

@@ -452,6 +452,13 @@ def test_wrong_keys_are_refused(comm, keys, message):
 
 
 @pytest.mark.mpi(2)
+def test_a_device_that_is_not_there_is_refused_before_there_is_anything_to_close(comm, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("chimera_mpi.trainer.Grid", None)
+    assert "torch sees no CUDA device" in refusal(lambda: trainer(comm, device="cuda"))
+
+
+@pytest.mark.mpi(2)
 def test_ranks_that_differ_are_refused(comm):
     from chimera_mpi import Trainer
 

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from ..runtime.staging import Staging
 
 
-def find_staging(world: Any, local_rank: int, config: Config) -> tuple[Staging, str]:
-    """This rank's device and its way to MPI, and all ranks' in words. Collective. Raises InputError."""
+def find_staging(world: Any, local_rank: int, config: Config) -> tuple[Staging, str, int]:
+    """This rank's device and its way to MPI; all ranks' in words; and how many of them share this one's. Collective.
+    Raises InputError."""
     from mpi4py import MPI
 
     from ..runtime.agreement import agree
@@ -26,8 +27,10 @@ def find_staging(world: Any, local_rank: int, config: Config) -> tuple[Staging, 
         info = world.bcast(_ompi_info() if world.rank == 0 else None)
         aware = awareness_of(world, config.device_aware_mpi, os.environ, info)
     staging = staging_on(device, aware)
-    where = describe_sharing(world.allgather(locate(device, MPI.Get_processor_name())))
-    return staging, where if device.type == "cpu" else f"{where}, {staging}"
+    mine = locate(device, MPI.Get_processor_name())
+    everyone = world.allgather(mine)
+    where = describe_sharing(everyone)
+    return staging, where if device.type == "cpu" else f"{where}, {staging}", everyone.count(mine)
 
 
 def _ompi_info() -> str:

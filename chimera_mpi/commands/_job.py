@@ -41,6 +41,7 @@ class Asked(NamedTuple):
     node: Node
     staging: Staging
     devices: str  # of all ranks
+    sharing: int  # so many of them the one of this rank
 
     @property
     def resumed(self) -> Checkpoint | None:
@@ -65,7 +66,7 @@ def find_asked(world: Any, config: Config) -> Asked:
     first = partial(on_rank_0, world)
     machine = agree(world, first(lambda: read_machine(config.machine) if config.machine else None))
     node = find_node(world)
-    staging, devices = find_staging(world, node.rank, config)
+    staging, devices, sharing = find_staging(world, node.rank, config)
     data = config.data or DEFAULT_DATA
     agree(world, first(lambda: None if config.data else _prepare_default(data)))
     least = {"train": 1, "validation": 1 if config.eval_every else 0}
@@ -75,7 +76,7 @@ def find_asked(world: Any, config: Config) -> Asked:
     agree(world, lambda: check_vocabulary(job.task, corpus))
     if choice.checkpoint:
         agree(world, first(partial(check_resumed, choice.checkpoint, job, corpus)))
-    return Asked(job, corpus, validation, choice, machine, node, staging, devices)
+    return Asked(job, corpus, validation, choice, machine, node, staging, devices, sharing)
 
 
 def settle(config: Config, node: Node) -> int:

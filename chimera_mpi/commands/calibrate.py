@@ -160,12 +160,12 @@ def _bench(world: Any, config: Config, quick: bool, tell: Callable[[str], None])
     from ..train import patience_of
 
     grid = Grid(world, 1)
-    staging, devices = find_staging(world, grid.node.rank, config)
+    staging, devices, sharing = find_staging(world, grid.node.rank, config)
     threads = set_threads(config.threads, grid.node.threads)
     if config.keep_freed_memory:
         keep_freed_memory()
     ensemble = Ensemble(grid.world, patience_of(grid, config), effort(config.micro_batch_size, quick))
-    memory_bytes = ensemble.least(usable_memory_bytes(staging, grid.node))
+    memory_bytes = ensemble.least(usable_memory_bytes(staging.device, sharing))
     hosts = world.allgather(MPI.Get_processor_name())
     with laid_out(grid, config) as (layout, has_thread):
         source = _source(config, hosts, threads, devices, has_thread)

@@ -102,7 +102,7 @@ def _examine(world: Any, args: argparse.Namespace) -> int:
     elsewhere = world.allgather(list(examine(host, OF_NODES)) if node.rank == 0 and world.rank else [])
     for rank, found in enumerate(elsewhere):
         findings += (f._replace(what=f"{f.what}, on {hosts[rank]}") for f in found if f.state != "ok")
-    staging, devices = find_staging(world, node.rank, checked({}))
+    staging, devices, _ = find_staging(world, node.rank, checked({}))
     findings += examine_together(Ranks(world, node, hosts, staging, devices, args.log))
     return world.bcast(_tell(findings, args.json) if world.rank == 0 else 0)
 
@@ -124,7 +124,7 @@ def _parity(world: Any, overrides: list[str]) -> int:
         raise InputError(f"{config.scheme} is asynchronous and does not equal one process: try scheme=chimera")
     batches = job.task.batches(random_corpus(config, job.task), job.sizes, config.seed)
     micro_batches = [read_micro_batch(batches, 0, number) for number in range(len(job.sizes))]
-    staging, devices = find_staging(world, find_node(world).rank, config)
+    staging, devices, _ = find_staging(world, find_node(world).rank, config)
     recompute = Recompute.of(config.recompute)
     settings = Settings(seed=config.seed, recompute=recompute, cuts=tuple(job.cuts), staging=staging)
     differences = parity(world, job.plan.schedule, job.task.model, micro_batches, settings)

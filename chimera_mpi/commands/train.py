@@ -163,7 +163,7 @@ def _room_bytes(asked: Asked, machine_bytes: float) -> float:
     """What this rank may take beside what it has."""
     from ..runtime.device import free_bytes
 
-    return min(machine_bytes, free_bytes(asked.staging.device, asked.node.ranks))
+    return min(machine_bytes, free_bytes(asked.staging.device, asked.sharing))
 
 
 def _tell_end(run: Run | None, end: End) -> None:

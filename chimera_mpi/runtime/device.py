@@ -47,9 +47,13 @@ def peak_held_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
-def free_bytes(device: torch.device, ranks: int) -> float:
-    """What this rank may take in addition: what is left on its GPU, or its share of what is left of a node's memory."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes() / ranks
+def free_bytes(device: torch.device, sharing: int) -> float:
+    """What this rank may take in addition: its share of what is left of its GPU, or of its node's memory, which so many
+    ranks share; and of a GPU what torch holds for it and has in no use."""
+    if device.type == "cpu":
+        return available_memory_bytes() / sharing
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] / sharing + held
 
 
 class Where(NamedTuple):
@@ -167,7 +171,7 @@ class CudaStreams(Streams):
         return event
 
     def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype, pin_memory=True)
+        return torch.empty(size, dtype=dtype, device=CPU, pin_memory=True)
 
     def pin(self, memory: torch.Tensor) -> None:
         if memory.nbytes:

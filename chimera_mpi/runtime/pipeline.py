@@ -235,7 +235,7 @@ class Pipeline:
 
     def _take(self, index: int, rank: int) -> dict[str, torch.Tensor]:
         shapes = make_layer(self.model, index, seed=0, dtype=self.dtype, device="meta").state_dict()
-        state = {name: torch.empty(shape.shape, dtype=shape.dtype) for name, shape in shapes.items()}
+        state = {name: torch.empty(shape.shape, dtype=shape.dtype, device="cpu") for name, shape in shapes.items()}
         for tensor in state.values():
             self.patience.wait(*(self.grid.world.Irecv(piece, rank) for piece in pieces(tensor, self._limit_bytes)))
         return state

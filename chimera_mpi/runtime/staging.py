@@ -51,7 +51,7 @@ class Streams(Protocol):
         """An event that also has a time."""
 
     def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that copies can go on with by themselves, zeros."""
+        """Host memory that copies can go on with by themselves, with anything in it."""
 
     def pin(self, memory: torch.Tensor) -> None:
         """Make such memory of what another has allocated."""
@@ -185,16 +185,16 @@ class Direct:
         return InPlace(tensor)
 
     def arriving(self, spec: Spec) -> InPlace:
-        return InPlace(torch.empty(spec.shape, dtype=spec.dtype))
+        return InPlace(torch.empty(spec.shape, dtype=spec.dtype, device=self.device))
 
     def brought(self, tensors: Tensors) -> Tensors:
         return tensors
 
     def host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype)
+        return torch.zeros(size, dtype=dtype, device=self.device)
 
     def summed(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype)
+        return torch.zeros(size, dtype=dtype, device=self.device)
 
     def mirror_of(self, memory: torch.Tensor) -> Mirror:
         return Mirror(memory)
@@ -218,17 +218,20 @@ class Direct:
 class Pool:
     """Buffers that are used again once nothing uses them any more, neither MPI nor a copy.
 
-    It grows to the most that are in use at once. Of those that are idle it keeps `idle_bytes`.
+    It grows to the most that are in use at once. Of those that are idle it keeps as much, so that the next step finds
+    what this one had; or `idle_bytes`, if that is more.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], idle_bytes: int = IDLE_BYTES):
         self.allocate, self.idle_bytes = allocate, idle_bytes
         self._given_back: defaultdict[int, deque[tuple[torch.Tensor, Event]]] = defaultdict(deque)
-        self._idle_bytes = 0
+        self._idle_bytes = self._used_bytes = self._most_used_bytes = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A buffer of at least so many bytes."""
         size = 1 << max(nbytes - 1, 0).bit_length()
+        self._used_bytes += size
+        self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
         waiting = self._given_back[size]
         if not (waiting and waiting[0][1].query()):
             return self.allocate(size)
@@ -239,8 +242,10 @@ class Pool:
         """Nothing uses `buffer` once `after` is complete."""
         self._given_back[len(buffer)].append((buffer, after))
         self._idle_bytes += len(buffer)
+        self._used_bytes -= len(buffer)
+        limit = max(self.idle_bytes, self._most_used_bytes)
         for size, waiting in self._given_back.items():
-            while self._idle_bytes > self.idle_bytes and waiting and waiting[0][1].query():
+            while self._idle_bytes > limit and waiting and waiting[0][1].query():
                 waiting.popleft()
                 self._idle_bytes -= size
 
@@ -342,12 +347,12 @@ class OnDevice:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.streams.pinned(size, dtype)
+        return self.streams.pinned(size, dtype).zero_()
 
     def summed(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         if self.sums_on_device:
             return torch.zeros(size, dtype=dtype, device=self.device)
-        return self.streams.pinned(size, dtype)
+        return self.streams.pinned(size, dtype).zero_()
 
     def mirror_of(self, memory: torch.Tensor) -> Mirror:
         own = self.sums_on_device and memory.device == self.device

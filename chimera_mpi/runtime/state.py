@@ -93,7 +93,7 @@ class Copies:
                 part = on_host(mine)
                 self.patience.wait(*(self.comm.Isend(piece, root) for piece in pieces(part, self.limit_bytes)))
             return torch.empty(0)
-        whole = torch.empty(math.prod(shape), dtype=dtype)
+        whole = torch.empty(math.prod(shape), dtype=dtype, device="cpu")
         parts = {rank: whole[part] for rank, part in enumerate(trained.parts) if part.start < part.stop}
         if mine is not None:
             parts.pop(root).copy_(mine)

@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,21 +30,19 @@ Targets = torch.Tensor | Tensors
 Handler = tuple[Callable[[Op], Tensors], Callable[[Op, Tensors], None]]
 
 
-class MicroBatch(NamedTuple):
+@dataclass(frozen=True)
+class MicroBatch:
     """`number` counts the micro-batches of a step over all pipeline groups. Inputs and targets are read where
-    they are wanted: at the two ends of a pipeline."""
+    they are wanted, at the two ends of a pipeline, and once where these are on one rank."""
 
     step: int
     number: int
     read: Callable[[], tuple[Tensors, Targets]]
 
-    @property
-    def inputs(self) -> Tensors:
-        return self.read()[0]
-
-    @property
-    def targets(self) -> Targets:
-        return self.read()[1]
+    @cached_property
+    def tensors(self) -> tuple[Tensors, Targets]:
+        """Inputs and targets."""
+        return self.read()
 
 
 Feed = Callable[[int], MicroBatch]  # the micro-batches of a pipeline group, by their index in the schedule
@@ -194,7 +193,7 @@ class Worker:
 
         Raises OpFailed.
         """
-        self._feed, self._first_step, self._learning_rate = feed, first_step, learning_rate
+        self._feed, self._first_step, self._learning_rate = cache(feed), first_step, learning_rate
         self._tallies = [Tally() for _ in range(self.steps)]
         for stage in self.stages.values():
             stage.train()
@@ -202,6 +201,7 @@ class Worker:
         self.mailbox.open()
         spans = interpret(self.schedule, self.worker, self._handlers, first_step, self.stopwatch, self.here)
         self.here.op = None
+        del self._feed  # and with it the mini-batch
         self.mailbox.flush()
         self.stash.flush()
         for weights in self.weights.values():
@@ -232,7 +232,7 @@ class Worker:
         batch = self._feed(op.index)
         self.weights[op.place].use(op)
         tape = Tape(self._segments(op, batch), self.recompute.what != "none")
-        outputs = tape.forward(start_graph(received) if op.stage else self.staging.brought(batch.inputs))
+        outputs = tape.forward(start_graph(received) if op.stage else self.staging.brought(batch.tensors[0]))
         self.stash.put(op, Kept(tape, outputs[1:] if self._is_last(op) else ()))
         if self._is_last(op):
             self._add_loss(op, *outputs)
@@ -246,7 +246,7 @@ class Worker:
         runs = self.recompute.segments(stage.indices)
         segments: list[Segment] = [partial(stage, layers=r, step=batch.step, micro_batch=batch.number) for r in runs]
         if self._is_last(op):
-            targets = brought_targets(self.staging, batch.targets)
+            targets = brought_targets(self.staging, batch.tensors[1])
             segments[-1] = partial(then_loss, segments[-1], self.loss, targets)
         return segments
 
@@ -361,23 +361,24 @@ class Evaluator:
     @torch.no_grad()
     def run(self, feed: Feed, step: int, training: bool = False) -> Sums:
         """With `training` as the forwards of a step see it: with dropout."""
-        self._feed, self._tally = feed, Tally()
+        self._feed, self._tally = cache(feed), Tally()
         for stage in self.stages.values():
             stage.train(training)
         self.mailbox.open()
         stopwatch = Stopwatch(time.perf_counter)
         interpret(self.schedule, self.mailbox.comm.rank, self._handlers, step, stopwatch, Whereabouts())
+        del self._feed  # and with it the mini-batch
         self.mailbox.flush()
         return self._tally.read()
 
     def _forward(self, op: Op, received: Tensors) -> None:
         batch, stage, staging = self._feed(op.index), self.stages[op.place], self.mailbox.staging
-        entering = received if op.stage else staging.brought(batch.inputs)
+        entering = received if op.stage else staging.brought(batch.tensors[0])
         outputs = stage(entering, stage.indices, batch.step, batch.number)
         if op.stage + 1 < self.schedule.stages:
             self.mailbox.send(op, outputs)
         else:
-            self._tally.add(*self.loss(*outputs, brought_targets(staging, batch.targets)))
+            self._tally.add(*self.loss(*outputs, brought_targets(staging, batch.tensors[1])))
 
 
 def then_loss(segment: Segment, loss: Loss, targets: Targets, tensors: Tensors) -> Tensors:

@@ -81,7 +81,8 @@ class LateStreams:
         return self.ticks.tick()
 
     def pinned(self, size, dtype):
-        memory = torch.zeros(size, dtype=dtype)
+        memory = torch.empty(size, dtype=dtype)
+        spoil(memory)
         self.pinned_memory.append(memory)
         return memory
 

@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from chimera_mpi.config import checked
 from chimera_mpi.errors import InputError
+from chimera_mpi.runtime.calibration import usable_memory_bytes
 from chimera_mpi.runtime.device import (
     Awareness,
     Where,
@@ -15,6 +16,7 @@ from chimera_mpi.runtime.device import (
     awareness_of,
     choose_device,
     describe_sharing,
+    free_bytes,
     generators,
     locate,
     staging_on,
@@ -70,6 +72,17 @@ def test_sharing_is_told_by_what_a_device_is_and_not_by_its_number():
     assert describe_sharing([a, b, c, a]) == "4 ranks on 3 x H200, up to 2 ranks share one"
     assert describe_sharing([cpu, cpu]) == "CPU"
     assert describe_sharing([cpu, a]) == "1 rank on CPUs; 1 rank on 1 x H200"
+
+
+def test_ranks_that_share_a_device_share_what_is_free(monkeypatch):
+    monkeypatch.setattr("chimera_mpi.runtime.device.available_memory_bytes", lambda: 100)
+    assert free_bytes(torch.device("cpu"), 4) == 25
+    free = {"mem_get_info": (100, 800), "memory_reserved": 70, "memory_allocated": 50}
+    for name, found in free.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    cuda = torch.device("cuda", 0)
+    assert [free_bytes(cuda, ranks) for ranks in (1, 4)] == [120, 45]  # of which 20 are its own
+    assert usable_memory_bytes(cuda, 4) == pytest.approx(0.9 * 45)
 
 
 YES, MESSAGES, NO = Awareness(True, True), Awareness(True, False), Awareness(False, False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -185,6 +187,25 @@ def frozen(model: Model, layers) -> Model:
 
     factories = (partial(freeze, f) if i in layers else f for i, f in enumerate(model.layers))
     return replace(model, layers=tuple(factories))
+
+
+@pytest.mark.mpi(2)
+def test_a_micro_batch_is_read_once_and_let_go_of(comm):
+    """Both ends of the pipeline are on the first worker."""
+    case, read = Case(comm, build("zb_v", 2, 4)), []
+    feed = case.feed(mini_batch(case.sizes), 0)
+
+    def noting(index):
+        batch = feed(index)
+        return replace(batch, read=lambda: read.append(batch) or batch.read())
+
+    for act in (partial(case.pipeline.run, noting, 0, lambda step: 0.1), partial(case.pipeline.evaluate, noting, 0)):
+        act()
+        assert len(read) == 4 * (comm.rank == 0)
+        held = list(map(weakref.ref, read))
+        read.clear()
+        gc.collect()
+        assert not any(ref() for ref in held)
 
 
 @pytest.mark.mpi(4)

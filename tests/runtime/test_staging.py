@@ -192,14 +192,36 @@ def test_a_buffer_is_used_again_but_not_too_early(way):
 
 
 def test_a_pool_keeps_no_more_idle_memory_than_it_may():
+    """What was in use at once before, of whatever size, and no less than it is told to."""
     pool = Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), idle_bytes=100)
-    buffers = [pool.take(33) for _ in range(5)]
-    assert {len(buffer) for buffer in buffers} == {64}
-    for buffer in buffers:
-        pool.give_back(buffer, DONE)
-    assert sum(map(len, pool._given_back.values())) == 1
-    assert pool.take(64) is buffers[-1]
+    for size, most in ((33, 1), (33, 3), (20, 7), (200, 1)):
+        buffers = [pool.take(size) for _ in range(most)]
+        for buffer in buffers:
+            pool.give_back(buffer, DONE)
+    assert {size: len(idle) for size, idle in pool._given_back.items()} == {64: 0, 32: 0, 256: 1}
+    assert pool.take(256) is buffers[-1]
     assert pool.take(0).numel() == 1
+
+
+def test_a_step_finds_the_buffers_of_the_one_before():
+    made = []
+    pool = Pool(lambda nbytes: (made.append(nbytes), torch.empty(nbytes, dtype=torch.uint8))[1], idle_bytes=100)
+    for _ in range(3):
+        for buffer in [pool.take(size) for size in (64, 1, 64, 128)]:
+            pool.give_back(buffer, DONE)
+    assert sorted(made) == [1, 64, 64, 128]
+
+
+@pytest.mark.parametrize("make", [Direct().host, Direct().summed, lambda *of: Direct().arriving(Spec(*of)).tensor])
+def test_messages_are_in_host_memory_whatever_torchs_default_is(make):
+    with torch.device("meta"):
+        assert make((2,), torch.float64).device.type == "cpu"
+
+
+def test_host_memory_for_sums_begins_from_zero():
+    staging = ThroughHost(LateStreams())
+    assert not staging.host(3, torch.float32).any()
+    assert not staging.summed(3, torch.float32).any()
 
 
 def test_a_buffer_with_a_copy_under_way_stays_where_it_is():

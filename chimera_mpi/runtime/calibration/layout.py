@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import torch
 from mpi4py import MPI
 
-from ...host import available_memory_bytes
-from ..grid import Comm, Grid, Node
-from ..staging import Staging
+from ..device import free_bytes
+from ..grid import Comm, Grid
 from ..waiting import Doorbell
 
 RESERVE = 0.1  # of free memory, for what no model counts
@@ -95,9 +93,6 @@ def doublings(most: int) -> list[int]:
     return sorted({2**power for power in range(1, most.bit_length()) if 2**power <= most} | ({most} - {0, 1}))
 
 
-def usable_memory_bytes(staging: Staging, node: Node) -> float:
-    """Of one rank: its share of what is free now on its device or its node, less a reserve."""
-    if staging.device.type == "cuda":
-        sharing = math.ceil(node.ranks / torch.cuda.device_count())
-        return (1 - RESERVE) * torch.cuda.mem_get_info(staging.device)[0] / sharing
-    return (1 - RESERVE) * available_memory_bytes() / node.ranks
+def usable_memory_bytes(device: torch.device, sharing: int) -> float:
+    """Of one rank, which shares its device with so many: what it may take now, less a reserve."""
+    return (1 - RESERVE) * free_bytes(device, sharing)

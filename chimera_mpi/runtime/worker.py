@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,21 @@ class MicroBatch:
 
 
 Feed = Callable[[int], MicroBatch]  # the micro-batches of a pipeline group, by their index in the schedule
+
+
+class Batches:
+    """The micro-batches of a run, by the forward that wants them. One is kept until its last stage, if that is on this
+    rank too."""
+
+    def __init__(self, feed: Feed, schedule: Schedule, places: Container[Place]):
+        self.feed, self.last_stage, self.places = feed, schedule.stages - 1, places
+        self._under_way: dict[int, MicroBatch] = {}
+
+    def of(self, op: Op) -> MicroBatch:
+        batch = self._under_way.pop(op.index, None) or self.feed(op.index)
+        if op.stage < self.last_stage and (op.pipe, self.last_stage) in self.places:
+            self._under_way[op.index] = batch
+        return batch
 
 
 class Sums(NamedTuple):
@@ -193,7 +208,8 @@ class Worker:
 
         Raises OpFailed.
         """
-        self._feed, self._first_step, self._learning_rate = cache(feed), first_step, learning_rate
+        self._batches, self._first_step = Batches(feed, self.schedule, self.stages), first_step
+        self._learning_rate = learning_rate
         self._tallies = [Tally() for _ in range(self.steps)]
         for stage in self.stages.values():
             stage.train()
@@ -201,7 +217,7 @@ class Worker:
         self.mailbox.open()
         spans = interpret(self.schedule, self.worker, self._handlers, first_step, self.stopwatch, self.here)
         self.here.op = None
-        del self._feed  # and with it the mini-batch
+        del self._batches
         self.mailbox.flush()
         self.stash.flush()
         for weights in self.weights.values():
@@ -229,7 +245,7 @@ class Worker:
         return self.mailbox.receive(op, self.gradients.poke)
 
     def _forward(self, op: Op, received: Tensors) -> None:
-        batch = self._feed(op.index)
+        batch = self._batches.of(op)
         self.weights[op.place].use(op)
         tape = Tape(self._segments(op, batch), self.recompute.what != "none")
         outputs = tape.forward(start_graph(received) if op.stage else self.staging.brought(batch.tensors[0]))
@@ -361,18 +377,18 @@ class Evaluator:
     @torch.no_grad()
     def run(self, feed: Feed, step: int, training: bool = False) -> Sums:
         """With `training` as the forwards of a step see it: with dropout."""
-        self._feed, self._tally = cache(feed), Tally()
+        self._batches, self._tally = Batches(feed, self.schedule, self.stages), Tally()
         for stage in self.stages.values():
             stage.train(training)
         self.mailbox.open()
         stopwatch = Stopwatch(time.perf_counter)
         interpret(self.schedule, self.mailbox.comm.rank, self._handlers, step, stopwatch, Whereabouts())
-        del self._feed  # and with it the mini-batch
+        del self._batches
         self.mailbox.flush()
         return self._tally.read()
 
     def _forward(self, op: Op, received: Tensors) -> None:
-        batch, stage, staging = self._feed(op.index), self.stages[op.place], self.mailbox.staging
+        batch, stage, staging = self._batches.of(op), self.stages[op.place], self.mailbox.staging
         entering = received if op.stage else staging.brought(batch.tensors[0])
         outputs = stage(entering, stage.indices, batch.step, batch.number)
         if op.stage + 1 < self.schedule.stages:

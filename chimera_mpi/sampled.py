@@ -93,9 +93,9 @@ class Start:
     @property
     def wanted(self) -> frozenset[tuple[Any, ...]]:
         """What there is a span of in a sampled step, by the columns `WHAT`."""
-        planned_by = self._planned_by
+        width, planned_by = self.width, self._planned_by
         with self._reading():
-            return _wanted(self.width, *planned_by)
+            return _wanted(width, *planned_by)
 
     @cached_property
     def rows(self) -> NDArray[np.intp]:
@@ -186,7 +186,7 @@ def sampled(run: Run, step: int | None = None, most_spans: int = MOST_SPANS) -> 
     there = {number: found for number in wanted if (found := timelines(run, number))}
     if not there:
         every = starts_of(run)[-1].config.spans_every
-        raise InputError(f"{run.path} has no spans yet: those of every {every} steps are logged, see spans_every=")
+        raise InputError(f"{run.path} has no spans yet: one step in {every} has some at first, see spans_every=")
     ends_s = _ends(run, numbers)
     for number, replicas in there.items():
         row = _row(run, number)

@@ -715,7 +715,9 @@ def try_loss(job: Job, read: Read) -> None:
 
 def check_loss(model: Model, outputs: Sequence[Spec], targets: Targets) -> None:
     """Try the loss on zeros. Raises InputError, or whatever it raises."""
-    zeros = [torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_(has_gradient(spec.dtype)) for spec in outputs]
+    zeros = [torch.zeros(spec.shape, dtype=spec.dtype, device="cpu") for spec in outputs]
+    for tensor in zeros:
+        tensor.requires_grad_(has_gradient(tensor.dtype))
     total, _ = model.loss(*zeros, targets)
     if not total.requires_grad:
         raise InputError("the loss has no gradient: compute it from the last layer's outputs, without detach()")

@@ -178,6 +178,8 @@ def configuration(asked: Asked, outcome: Outcome, workers: int) -> str:
         for name in type(asked.config).model_fields
         if name in asked.config.model_fields_set and name not in (*CHOSEN, "micro_batch_size", "mini_batch_size")
     }
+    if asked.config.scheme in STREAMS and asked.config.clip is None:
+        del values["clip"]  # which follows from the scheme, and that is chosen
     values |= {
         "scheme": choice.scheme,
         "depth": choice.depth,

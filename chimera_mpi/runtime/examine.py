@@ -13,7 +13,7 @@ from .mailbox import Tensors
 from .pipeline import Pipeline
 from .stage import handed_on
 from .tensors import has_gradient
-from .worker import Feed, MicroBatch
+from .worker import Feed
 
 
 class Finding(NamedTuple):
@@ -50,15 +50,15 @@ def _weights(pipeline: Pipeline) -> list[Finding]:
 def _outputs(pipeline: Pipeline, feed: Feed, step: int) -> list[Finding]:
     """What layers, and at last the loss, make of the micro-batches."""
     rank, found = pipeline.grid.world.rank, []
-    latest: list[MicroBatch] = []
+    at_hand = -1
 
-    def noted(index: int) -> MicroBatch:
-        latest[:] = [feed(index)]
-        return latest[0]
+    def enter(stage: nn.Module, entering: tuple[Any, ...]) -> None:
+        nonlocal at_hand
+        *_, at_hand = entering
 
     def look(stage: int, index: int, layer: nn.Module, entered: Any, left: Any) -> None:
         if not _finite(handed_on(left)):
-            what = f"in what layer {index} makes of micro-batch {latest[0].number}"
+            what = f"in what layer {index} makes of micro-batch {at_hand}"
             found.append(Finding((0, index), what, rank, stage))
 
     hooks = [
@@ -66,8 +66,9 @@ def _outputs(pipeline: Pipeline, feed: Feed, step: int) -> list[Finding]:
         for place, stage in pipeline.stages.items()
         for index in stage.indices
     ]
+    hooks += [stage.register_forward_pre_hook(enter) for stage in pipeline.stages.values()]
     try:
-        sums = pipeline.evaluate(noted, step, training=True)
+        sums = pipeline.evaluate(feed, step, training=True)
     finally:
         for hook in hooks:
             hook.remove()

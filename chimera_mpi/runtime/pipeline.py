@@ -299,11 +299,12 @@ def _check_dtypes(model: Model) -> None:
     for index, factory in enumerate(model.layers):
         if model.layers.index(factory) == index:  # else it is like one before
             for name, tensor in make_layer(model, index, seed=0, device="meta").state_dict().items():
-                if tensor.dtype not in DTYPES:
+                kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                if kind not in DTYPES:
                     raise InputError(
-                        f"{name} of layer {index} is {str(tensor.dtype).removeprefix('torch.')}, in which nothing is "
-                        "trained or saved: keep it as real numbers, or if it never changes as a buffer with "
-                        "persistent=False"
+                        f"{name} of layer {index} is {str(kind).removeprefix('torch.')}, in which nothing is trained "
+                        "or saved: keep it as real numbers such as float32 or int64, or if it never changes as a "
+                        "buffer with persistent=False"
                     )
 
 

@@ -56,12 +56,15 @@ def writes_of(layer: nn.Module, entering: Sequence[Spec]) -> Writes:
         before = {name: (buffer, buffer._version) for name, buffer in layer.named_buffers()}
         with torch.no_grad(), suppress(Exception):  # what fails here fails where it is traced or trained, and says so
             layer(*tensors)
-    found = tuple(name for name, buffer in layer.named_buffers() if not _is_as(buffer, *before.get(name, (None, 0))))
+    saved = layer.state_dict().keys()
+
+    def is_written(name: str, buffer: torch.Tensor) -> bool:
+        """One that is no state may be made anew, as caches are."""
+        earlier, version = before.get(name, (None, 0))
+        return buffer._version != version if buffer is earlier else name in saved
+
+    found = tuple(name for name, buffer in layer.named_buffers() if is_written(name, buffer))
     return Writes(any(tensor._version for tensor in tensors), found)
-
-
-def _is_as(buffer: torch.Tensor, before: torch.Tensor | None, version: int) -> bool:
-    return buffer is before and buffer._version == version
 
 
 def trace(model: Model, inputs: tuple[Spec, ...], dtype: torch.dtype = torch.float32) -> Trace:

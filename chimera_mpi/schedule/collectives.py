@@ -47,7 +47,7 @@ def _with_blocking_reduces(schedule: Schedule) -> Needs:
     return blocking_needs
 
 
-def may_block_in_collectives(schedule: Schedule) -> bool:
+def is_sound_in_collectives(schedule: Schedule) -> bool:
     """Whether `check_collectives` takes `schedule`."""
     try:
         check_collectives(schedule)

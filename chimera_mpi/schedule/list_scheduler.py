@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from .collectives import may_block_in_collectives
+from .collectives import is_sound_in_collectives
 from .ops import COMPUTE, FREES, HOLDS, Kind, Op, Schedule, ScheduleError, needs
 from .sync import with_updates
 from .timing import OpCosts, makespan
@@ -45,7 +45,7 @@ def ordered_for(costs: OpCosts, schedule: Schedule, sync: str) -> Schedule:
     drawn = with_updates(schedule, sync)
     orders = (drawn, *(with_updates(order, sync) for order in found))
     ranked = sorted(orders, key=lambda order: makespan(order, costs))
-    return next(order for order in ranked if order is drawn or may_block_in_collectives(order))
+    return next(order for order in ranked if order is drawn or is_sound_in_collectives(order))
 
 
 OPS_TRIED = 250_000  # a few seconds

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .collectives import may_block_in_collectives
+from .collectives import is_sound_in_collectives
 from .list_scheduler import peaks
 from .ops import COMPUTE, Deadlock, Op, Schedule, ScheduleError, needs, without_updates
 from .sync import with_updates
@@ -58,7 +58,7 @@ def improve(
     while tried < moves and best.makespan_s > bound and time.monotonic() < until:
         tried += 1
         trial = now.moved(chance, limit)
-        if trial and trial.makespan_s <= now.makespan_s and may_block_in_collectives(trial.schedule):
+        if trial and trial.makespan_s <= now.makespan_s and is_sound_in_collectives(trial.schedule):
             now = trial
             best = min(best, now, key=lambda state: state.makespan_s)
         if progress:

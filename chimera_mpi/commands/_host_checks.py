@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..draw.look import size
-from ..errors import InputError
+from ..errors import InputError, counted
 from ..host import sharpen_timer
 from ._findings import Finding, Found, each, error, from_message, ok, warning
 from ._host import Host, family_of
@@ -126,7 +126,7 @@ def cores(host: Host) -> Finding:
     """Whether each thread of each rank has a core."""
     ranks, there, own, _ = host.share
     threads = int(text) if (text := host.environ.get("OMP_NUM_THREADS", "")).isdigit() else host.share.threads
-    told = f"{_count(ranks, 'rank')} of {_count(threads, 'thread')} on {_count(there, 'core')} of this node"
+    told = f"{counted(ranks, 'rank')} of {counted(threads, 'thread')} on {counted(there, 'core')} of this node"
     more = f", of which it has {host.machine_cores}" if host.machine_cores > there else ""
     if ranks > there:
         remedy = f"start at most {there} ranks on a node for speed"
@@ -275,7 +275,3 @@ def examine(host: Host, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
     """What each check finds, in their order."""
     for check in checks:
         yield from each(check(host))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..draw.look import percent
+from ..errors import counted
 from ..predict.anatomy import Anatomy, anatomy
 from ..predict.estimate import Choice, Estimate
-from ..predict.planner import RIVAL, Outcome, counted, described, fullest_bytes, gigabytes
+from ..predict.planner import RIVAL, Outcome, described, fullest_bytes, gigabytes
 from ..schedule import STREAMS
 from ._asked import CHOSEN, Asked
 

@@ -11,9 +11,9 @@ from ..draw.chart import Chart, Series
 from ..draw.chart_svg import chart_svg
 from ..draw.chart_text import chart_text
 from ..draw.look import percent
-from ..errors import InputError
+from ..errors import InputError, counted
 from ..predict.estimate import Estimate
-from ..predict.planner import RIVAL, Outcome, counted, described, search
+from ..predict.planner import RIVAL, Outcome, described, search
 from ._asked import Asked, progress_bar
 from ._plan import write
 from ._planned import columns, figures

@@ -17,7 +17,7 @@ from itertools import accumulate, islice
 from math import inf, sqrt
 from typing import Any, NamedTuple, cast
 
-from ..errors import InputError
+from ..errors import InputError, counted
 from ..schedule import SCHEMES, STREAMS, Schedule, UnfitDepth, build, check_compatible, options_of, paused_collector
 from ..schedule.list_scheduler import peaks
 from ..schedule.schemes import LIVE
@@ -576,10 +576,6 @@ def described(choice: Choice) -> str:
         f"{choice.scheme}{options} D={choice.depth} W={choice.width} B={choice.micro_batch_size} "
         f"N={choice.micro_batches}{again}{cut}"
     )
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def gigabytes(size_bytes: float) -> str:
